@@ -1,0 +1,1 @@
+"""Many slides: inputs, worker threads, claims, shards, report."""

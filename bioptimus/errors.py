@@ -1,0 +1,88 @@
+"""Every error this package raises on purpose.
+
+::
+
+    BioptimusError
+    ├── UsageError (ValueError)          options that contradict each other or the input; exit 2
+    ├── SlideError                       one slide cannot be processed; the others go on
+    │   ├── SlideOpenError               missing, empty, truncated, unsupported, not a slide
+    │   ├── ResolutionError (ValueError) µm/px unknown, implausible, or too coarse for the tile
+    │   ├── SlideReadError               pixels could not be decoded, also after a reopening
+    │   └── TissueError                  a mask file that does not fit or cannot be read
+    ├── RequestError (ValueError)        one request is malformed; only its caller sees this
+    ├── ModelError
+    │   ├── CheckpointError (ValueError) missing, truncated, foreign or wrong-device ``.pt2``
+    │   └── _ForwardError (RuntimeError) a forward pass failed; shared by the requests of a batch
+    │       └── OutOfDeviceMemoryError   ... for want of memory: a smaller batch may work
+    ├── SchedulerClosedError (RuntimeError)  a request met a scheduler that was shut down
+    ├── OutputError                      a result file cannot be written, read or trusted
+    │   └── OutputMismatchError          a file is there, made from other inputs or parameters
+    └── StoppedError                     the run was told to stop; what was done is on disk
+
+A message names the slide or file, the fact and the next step. The command line prints it as one
+line; the traceback is for ``--verbose``.
+"""
+
+
+class BioptimusError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class UsageError(BioptimusError, ValueError):
+    """Options that contradict each other or the input given."""
+
+
+class SlideError(BioptimusError):
+    """One slide cannot be processed."""
+
+
+class SlideOpenError(SlideError):
+    """The file is missing, empty, truncated, of an unsupported kind, or not a slide."""
+
+
+class ResolutionError(SlideError, ValueError):
+    """The slide's µm/px is unknown or implausible, or coarser than the tile asked for."""
+
+
+class SlideReadError(SlideError):
+    """Pixels could not be decoded, also after the slide was opened again."""
+
+
+class TissueError(SlideError):
+    """A tissue mask cannot be read or does not fit the slide."""
+
+
+class RequestError(BioptimusError, ValueError):
+    """One request is malformed. Only the caller who made it sees this."""
+
+
+class ModelError(BioptimusError):
+    """A model cannot be loaded or run."""
+
+
+class CheckpointError(ModelError, ValueError):
+    """A ``.pt2`` file is missing, truncated, foreign, or made for another device."""
+
+
+class _ForwardError(ModelError, RuntimeError):
+    """A forward pass failed; every request of that batch gets this."""
+
+
+class OutOfDeviceMemoryError(_ForwardError):
+    """A forward pass ran out of memory; the same tiles may fit in smaller batches."""
+
+
+class SchedulerClosedError(BioptimusError, RuntimeError):
+    """A request met a scheduler that has been shut down."""
+
+
+class OutputError(BioptimusError):
+    """A result file cannot be written, read or trusted."""
+
+
+class OutputMismatchError(OutputError):
+    """A result file is there already, made from other inputs or parameters."""
+
+
+class StoppedError(BioptimusError):
+    """The run was told to stop. What had been computed is on disk."""

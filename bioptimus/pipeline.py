@@ -1,0 +1,1 @@
+"""One slide: plan, read, ask the client, write; no threads of its own."""

@@ -1,0 +1,87 @@
+"""The ``bioptimus`` command: one Typer app, one place that turns errors into exit codes."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from bioptimus.errors import BioptimusError, UsageError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+app = typer.Typer(
+    name="bioptimus",
+    help="Whole-slide images to embeddings and predictions.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # Every option can be set in the environment: BIOPTIMUS_EMBED_OUT, and so on.
+        "auto_envvar_prefix": "BIOPTIMUS",
+    },
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from bioptimus import __version__
+
+        typer.echo(f"bioptimus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log more, and show the traceback of an error.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Whole-slide images to embeddings and predictions.
+
+    An independent implementation, not affiliated with Bioptimus.
+    """
+    context.obj = {"verbose": verbose}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: What follows the command's name; those of the process if not given.
+
+    Returns:
+        The exit code: 0 done, 1 failed, 2 wrong usage, 130 / 143 stopped by a signal.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(args=words, prog_name="bioptimus", standalone_mode=False)
+    except typer.Exit as exc:
+        return exc.exit_code
+    except typer.Abort:
+        return 130
+    except BioptimusError as exc:
+        if "--verbose" in words:
+            raise
+        _print_error(exc)
+        return EXIT_USAGE if isinstance(exc, UsageError) else EXIT_FAILED
+    except Exception as exc:
+        # Typer's own usage errors know how to show themselves; anything else is a bug and
+        # keeps its traceback.
+        if hasattr(exc, "show") and hasattr(exc, "exit_code"):
+            exc.show()
+            return int(exc.exit_code)
+        raise
+    return code if isinstance(code, int) else 0
+
+
+def _print_error(error: BioptimusError) -> None:
+    notes = getattr(error, "__notes__", [])
+    typer.echo("error: " + "; ".join([str(error), *notes]), err=True)

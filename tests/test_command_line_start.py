@@ -1,0 +1,28 @@
+"""`bioptimus --help` answers at once: it loads nothing heavy."""
+
+import subprocess
+import sys
+
+HEAVY = ("torch", "openslide", "h5py", "numpy", "PIL", "cv2", "tifffile", "imagecodecs")
+
+
+def test_importing_the_command_line_loads_nothing_heavy() -> None:
+    code = f"import sys, cli.main; print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_exits_0_and_names_the_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Usage: bioptimus" in done.stdout
+
+
+def test_unknown_option_is_a_usage_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", "--nonsense"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "--nonsense" in done.stderr
+    assert "Traceback" not in done.stderr
