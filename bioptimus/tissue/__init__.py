@@ -1,0 +1,17 @@
+"""Coarse image of a slide → mask of its tissue → share of tissue in each tile.
+
+Everything here works on arrays and on files of masks; it knows neither OpenSlide nor models.
+"""
+
+from bioptimus.tissue.find import find_tissue
+from bioptimus.tissue.mask import TissueMask, TissueOptions, TissueStep, full_mask
+from bioptimus.tissue.ratios import tissue_ratios
+
+__all__ = [
+    "TissueMask",
+    "TissueOptions",
+    "TissueStep",
+    "find_tissue",
+    "full_mask",
+    "tissue_ratios",
+]
