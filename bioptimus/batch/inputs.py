@@ -1,0 +1,758 @@
+"""Which slides a run is about: from files, folders, globs, CSV lists and standard input.
+
+Every path given ends in exactly one of three places: a slide of the run, the list of what was
+skipped with the reason, or an error that stops the run before it starts. Nothing is dropped in
+silence. No slide is opened here; of DICOM files the first few kilobytes are read, for the series
+they belong to.
+"""
+
+import csv
+import glob
+import io
+import math
+import os
+import re
+import stat
+import struct
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import NamedTuple, TextIO
+
+from bioptimus.errors import UsageError
+
+DICOM_EXTENSIONS = (".dcm", ".dicom")
+
+# Longest first: ``a.ome.tiff`` loses ``.ome.tiff``, not ``.tiff``.
+SLIDE_EXTENSIONS = (
+    ".ome.tiff",
+    ".ome.tif",
+    ".svslide",
+    ".dicom",
+    ".ndpi",
+    ".mrxs",
+    ".tiff",
+    ".svs",
+    ".tif",
+    ".scn",
+    ".bif",
+    ".vms",
+    ".vmu",
+    ".czi",
+    ".dcm",
+)
+
+# Taken when named, not when met in a folder: there they are thumbnails and figures.
+PICTURE_EXTENSIONS = (".jpeg", ".jpg", ".png")
+
+LIST_EXTENSION = ".csv"
+
+# Slide formats that people have and OpenSlide cannot read: worth a word of their own.
+FOREIGN_EXTENSIONS = {
+    ".vsi": "Olympus/Evident",
+    ".ets": "Olympus/Evident",
+    ".isyntax": "Philips",
+    ".i2syntax": "Philips",
+    ".ndpis": "Hamamatsu multi-channel",
+    ".lif": "Leica",
+    ".nd2": "Nikon",
+    ".kfb": "KFBio",
+    ".sdpc": "SQRAY",
+    ".mds": "Motic",
+    ".tmap": "UNIC",
+}
+
+# Columns of a CSV list that mean something here; all others are carried into the report.
+SLIDE_COLUMN = "slide"
+KNOWN_COLUMNS = (SLIDE_COLUMN, "mpp", "mask", "bulk_rna", "relative_path", "size_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlideInput:
+    """One slide of the run, with what its list says about it.
+
+    Attributes:
+        path: The file to open, as given or found; of a DICOM series the first file by name.
+        relative: Where the slide lies below the folder given, file name included; decides
+            where its result goes.
+        mpp: µm per pixel at level 0 from the list, which overrides what the file says.
+        mask: Tissue mask file from the list.
+        bulk_rna: Bulk RNA file from the list.
+        extra: Further columns of the list, unread.
+        size_bytes: Size of the slide from the list; ``size()`` looks it up where it is absent.
+        series: Every file of the DICOM series, in order of name; empty for other slides.
+        problem: Why this input cannot be a slide, such as a missing file; the slide fails
+            with these words and the others go on.
+    """
+
+    path: Path
+    relative: PurePath
+    mpp: float | None = None
+    mask: Path | None = None
+    bulk_rna: Path | None = None
+    extra: Mapping[str, str] = field(default_factory=dict, hash=False)
+    size_bytes: int | None = None
+    series: tuple[Path, ...] = ()
+    problem: str | None = None
+
+    def files(self) -> tuple[Path, ...]:
+        """List the slide's own file and its companions, in that order; looks at the disk."""
+        if self.series:
+            return (self.path, *(p for p in self.series if p != self.path))
+        return (self.path, *companions(self.path))
+
+    def size(self) -> int:
+        """Return the bytes of the slide with its companions; 0 where files are missing."""
+        if self.size_bytes is not None:
+            return self.size_bytes
+        total = 0
+        for path in self.files():
+            try:
+                total += path.stat().st_size
+            except OSError:
+                continue  # the slide's own opening says what is wrong with it
+        return total
+
+
+class Skipped(NamedTuple):
+    """A file or folder that was met and is not part of the run."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The slides of a run, each once, and what was left out.
+
+    Attributes:
+        slides: In the order given; within a folder by path.
+        skipped: With the reason; hidden folders and companion folders are one entry each.
+    """
+
+    slides: tuple[SlideInput, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def find_inputs(
+    arguments: Sequence[str | Path],
+    *,
+    exclude: Sequence[Path] = (),
+    stdin: TextIO | None = None,
+) -> Inputs:
+    """Turn what the user typed into the slides of the run.
+
+    Args:
+        arguments: Slides, folders (searched to the bottom), globs that the shell left alone,
+            ``.csv`` lists with a ``slide`` column, or ``-`` for such a list, or plain lines of
+            paths, on standard input. Relative paths in a list file are relative to that file; on
+            standard input, to the working directory.
+        exclude: Folders not to search and not to mention, such as the output folder.
+        stdin: Where ``-`` reads from; the process's standard input if not given.
+
+    Returns:
+        Each slide once. A path that does not exist is a slide with a ``problem``.
+
+    Raises:
+        UsageError: Nothing was given, a folder, glob or list holds no slide, a list is malformed,
+            one slide is given twice with different values, or the results of two slides would
+            be the same file.
+    """
+    if not arguments:
+        raise UsageError("no slides given; pass slides, folders, a CSV list, or - for a list")
+    finder = _Finder(exclude, sys.stdin if stdin is None else stdin)
+    for argument in arguments:
+        finder.take_argument(str(argument))
+    slides = tuple(finder.slides.values())
+    _refuse_collisions(slides)
+    return Inputs(slides=slides, skipped=tuple(finder.skipped))
+
+
+def output_path(out: Path, model_name: str, slide: SlideInput) -> Path:
+    """Return where the slide's result goes: ``<out>/<model>/<relative folder>/<stem>.h5``."""
+    return out / _folder_name(model_name) / _output_key(slide)
+
+
+def strip_extension(name: str) -> str:
+    """Remove one known extension, in upper or lower case; ``a.ome.tiff`` becomes ``a``."""
+    lower = name.lower()
+    for extension in (*SLIDE_EXTENSIONS, *PICTURE_EXTENSIONS):
+        if lower.endswith(extension) and len(name) > len(extension):
+            return name[: -len(extension)]
+    return name
+
+
+def write_list(path: Path, slides: Iterable[SlideInput]) -> None:
+    """Freeze slides as a CSV that ``find_inputs`` reads back to the same slides and results.
+
+    Paths are written absolute and sizes are looked up, so that every task of an array deals the
+    slides out alike, whatever its working directory and whatever arrives meanwhile.
+    """
+    rows = list(slides)
+    further = sorted({name for slide in rows for name in slide.extra})
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow([*KNOWN_COLUMNS, *further])
+        for slide in rows:
+            known = (
+                slide.path.absolute(),
+                slide.mpp,
+                slide.mask and slide.mask.absolute(),
+                slide.bulk_rna and slide.bulk_rna.absolute(),
+                slide.relative.as_posix(),
+                slide.size(),
+            )
+            writer.writerow([*known, *(slide.extra.get(name) for name in further)])
+
+
+def companions(path: Path) -> tuple[Path, ...]:
+    """List the files that a slide of several files cannot be read without.
+
+    Args:
+        path: The file that OpenSlide is given: ``.mrxs``, ``.vms``, ``.vmu``, a DICOM file, or
+            any other, which has none.
+
+    Returns:
+        Files beside it or in its folder, sorted, without ``path``; empty where they are missing.
+    """
+    extension = path.suffix.lower()
+    if extension == ".mrxs":
+        return tuple(sorted(p for p in path.with_suffix("").glob("*") if p.is_file()))
+    if extension in (".vms", ".vmu"):
+        return _files_named_in(path)
+    if _may_be_dicom(path.name):
+        series = _DicomFolder.read(path.parent).series_of(path)
+        return tuple(p for p in series if p != path)
+    return ()
+
+
+# Everything below turns arguments into slides.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """What a list says about its slide; of a slide given directly, nothing."""
+
+    mpp: float | None = None
+    mask: Path | None = None
+    bulk_rna: Path | None = None
+    relative: PurePath | None = None
+    size_bytes: int | None = None
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Finder:
+    """Collects slides, each once by its real path, and what was skipped."""
+
+    def __init__(self, exclude: Sequence[Path], stdin: TextIO) -> None:
+        self.slides: dict[str, SlideInput] = {}
+        self.skipped: list[Skipped] = []
+        self._met = 0  # slides, also those met before
+        self._stdin = stdin
+        self._excluded = {os.path.realpath(path) for path in exclude}
+        self._real_folders: dict[str, str] = {}
+        self._dicom_folders: dict[Path, _DicomFolder] = {}
+
+    def take_argument(self, argument: str) -> None:
+        path = Path(argument)
+        if not argument:
+            raise UsageError("an empty path was given; is a variable of the script not set?")
+        if argument == "-":
+            self._take_list("standard input", self._stdin.read(), folder=Path())
+        elif path.is_dir():
+            self._take_folder(path, _Row())
+        elif glob.has_magic(argument) and not os.path.lexists(path):
+            self._take_glob(argument)
+        elif path.suffix.lower() == LIST_EXTENSION:
+            self._take_list(argument, _read_text(path), folder=path.parent)
+        else:
+            self._take_file(path, PurePath(path.name), _Row())
+
+    def _take_folder(self, folder: Path, row: _Row) -> None:
+        met, skipped = self._met, len(self.skipped)
+        try:
+            os.scandir(folder).close()
+        except OSError as exc:
+            raise UsageError(f"{folder}: this folder cannot be listed: {exc.strerror}") from exc
+        self._walk(folder, PurePath(), row, seen=set())
+        if self._met == met:
+            raise UsageError(
+                f"{folder}: no slides in this folder{_summary(self.skipped[skipped:])}"
+            )
+
+    def _walk(self, folder: Path, below: PurePath, row: _Row, seen: set[str]) -> None:
+        real = self._real_folder(folder)
+        if real in self._excluded:
+            return
+        if real in seen:
+            self.skipped.append(Skipped(folder, "folder searched already, through a link"))
+            return
+        seen.add(real)
+        try:
+            with os.scandir(folder) as entries:
+                names = sorted((entry.name, _is_folder(entry)) for entry in entries)
+        except OSError as exc:
+            # Slides may hide in it: the run must not end as if all had been done.
+            problem = f"{folder}: this folder cannot be listed: {exc.strerror}"
+            self._add(real, SlideInput(path=folder, relative=below, problem=problem))
+            return
+        files = {name.lower() for name, is_folder in names if not is_folder}
+        if _MIRAX_INDEX in files:
+            self.skipped.append(Skipped(folder, "MIRAX data without the .mrxs file beside it"))
+            return
+        folders = []
+        for name, is_folder in names:
+            path = folder / name
+            reason = _folder_reason(path, files) if is_folder else _file_reason(path)
+            if reason is not None:
+                self.skipped.append(Skipped(path, reason))
+            elif is_folder:
+                folders.append(name)
+            else:
+                self._take_file(path, below / name, row, found=True)
+        for name in folders:
+            self._walk(folder / name, below / name, row, seen)
+
+    def _take_glob(self, pattern: str) -> None:
+        met, skipped = self._met, len(self.skipped)
+        base = _static_folder(pattern)
+        extension = PurePath(pattern).suffix
+        # ``*.png`` names pictures; ``*`` does not.
+        names_kind = bool(extension) and not glob.has_magic(extension)
+        for match in sorted(glob.glob(pattern, recursive=True)):
+            path = Path(match)
+            if path.is_dir():
+                if "**" not in pattern:  # which matches what is in its folders by itself
+                    self._walk(path, path.relative_to(base), _Row(), seen=set())
+            elif extension.lower() == LIST_EXTENSION:
+                self.take_argument(match)
+            elif not names_kind and (reason := _file_reason(path)):
+                self.skipped.append(Skipped(path, reason))
+            else:
+                self._take_file(path, path.relative_to(base), _Row(), found=True)
+        if self._met == met:
+            raise UsageError(
+                f"{pattern}: no slide matches this pattern{_summary(self.skipped[skipped:])}"
+            )
+
+    def _take_list(self, name: str, text: str, *, folder: Path) -> None:
+        met = self._met
+        for slide, row in _parse_list(name, text, folder):
+            path = folder / slide
+            if path.is_dir():
+                self._take_listed_folder(name, path, row)
+            else:
+                self._take_file(path, _listed_relative(slide, folder), row)
+        if self._met == met:
+            raise UsageError(f"{name}: no slides in this list")
+
+    def _take_listed_folder(self, name: str, folder: Path, row: _Row) -> None:
+        met = self._met
+        self._take_folder(folder, row)
+        if row != _Row() and self._met - met > 1:
+            raise UsageError(
+                f"{name}: {folder} is a folder of {self._met - met} slides, so its row can hold "
+                "no values; give each slide a row"
+            )
+
+    def _take_file(self, path: Path, relative: PurePath, row: _Row, *, found: bool = False) -> None:
+        """Add one slide; ``found`` says that it was met in a folder rather than named."""
+        problem = _problem(path)
+        series: tuple[Path, ...] = ()
+        if problem is None and _may_be_dicom(path.name):
+            dicom = self._dicom_folder(path.parent)
+            if found and (reason := dicom.not_a_slide(path)):
+                self.skipped.append(Skipped(path, reason))
+                return
+            series = dicom.series_of(path)
+            if series and path != series[0]:
+                if found:
+                    reason = f"companion: same DICOM series as {series[0].name}"
+                    self.skipped.append(Skipped(path, reason))
+                    return
+                # However it is named, the series is one slide with one result.
+                path, relative = series[0], relative.with_name(series[0].name)
+        slide = SlideInput(
+            path=path,
+            relative=row.relative or relative,
+            mpp=row.mpp,
+            mask=row.mask,
+            bulk_rna=row.bulk_rna,
+            extra=row.extra,
+            size_bytes=row.size_bytes,
+            series=series if len(series) > 1 else (),
+            problem=problem,
+        )
+        self._add(self._real_file(path), slide)
+
+    def _add(self, key: str, slide: SlideInput) -> None:
+        self._met += 1
+        first = self.slides.setdefault(key, slide)
+        if first is slide:
+            return
+        ours, theirs = ((s.mpp, s.mask, s.bulk_rna) for s in (first, slide))
+        if ours != theirs:
+            raise UsageError(
+                f"{slide.path}: given twice with different mpp, mask or bulk_rna; "
+                "keep one of the rows"
+            )
+        reason = "given twice" if first.path == slide.path else f"same file as {first.path}"
+        self.skipped.append(Skipped(slide.path, reason))
+
+    def _dicom_folder(self, folder: Path) -> "_DicomFolder":
+        if folder not in self._dicom_folders:
+            self._dicom_folders[folder] = _DicomFolder.read(folder)
+        return self._dicom_folders[folder]
+
+    def _real_folder(self, folder: Path) -> str:
+        key = str(folder)
+        if key not in self._real_folders:
+            self._real_folders[key] = os.path.realpath(folder)
+        return self._real_folders[key]
+
+    def _real_file(self, path: Path) -> str:
+        # Resolving the folder once spares a look at each part of the path for every slide.
+        if path.is_symlink():
+            return os.path.realpath(path)
+        return os.path.join(self._real_folder(path.parent), path.name)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False  # then it is met as a file, whose problem is told
+
+
+def _folder_reason(path: Path, files_beside: set[str]) -> str | None:
+    """Say why a folder is not searched; None to search it."""
+    if path.name.startswith("."):
+        return "hidden"
+    name = path.name.lower()
+    if f"{name}.mrxs" in files_beside and (path / "Slidedat.ini").exists():
+        return "companion: data of the .mrxs file beside it"
+    if name[:1] == name[-1:] == "_" and f"{name[1:-1]}.vsi" in files_beside:
+        return "companion: data of the .vsi file beside it"
+    return None
+
+
+def _file_reason(path: Path) -> str | None:
+    """Say why a file met in a folder is not a slide, by its name; None if it may be one."""
+    name = path.name.lower()
+    if name.startswith("."):
+        return "hidden"
+    if name.endswith(SLIDE_EXTENSIONS) or _may_be_dicom(name):
+        return None
+    if name.endswith(PICTURE_EXTENSIONS):
+        return "picture; taken only when named"
+    return _foreign(path) or "unknown extension"
+
+
+def _foreign(path: Path) -> str | None:
+    maker = FOREIGN_EXTENSIONS.get(path.suffix.lower())
+    if maker is None:
+        return None
+    return f"{maker} format that OpenSlide cannot read; convert it to OME-TIFF or DICOM"
+
+
+def _problem(path: Path) -> str | None:
+    """Say why a path cannot be a slide, before it is opened; None if it may be one."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        kind = "this link points to a missing file" if path.is_symlink() else "no such file"
+        return f"{path}: {kind}"
+    except OSError as exc:
+        return f"{path}: {exc.strerror}"
+    if not stat.S_ISREG(mode):
+        return f"{path}: neither a file nor a folder"
+    foreign = _foreign(path)
+    return foreign and f"{path}: {foreign}"
+
+
+def _static_folder(pattern: str) -> Path:
+    """Return the part of a glob before its first wildcard."""
+    parts = PurePath(pattern).parts[:-1]
+    fixed = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return Path(*parts[:fixed])
+
+
+def _summary(skipped: Sequence[Skipped]) -> str:
+    if not skipped:
+        return ""
+    # "companion: data of ..." and "companion: same series as ..." are one kind.
+    kinds = Counter(re.split("[:;]", s.reason)[0] for s in skipped)
+    told = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4))
+    return f"; {len(skipped)} skipped: {told}"
+
+
+def _refuse_collisions(slides: Sequence[SlideInput]) -> None:
+    taken: dict[str, SlideInput] = {}
+    for slide in slides:
+        if slide.problem is not None:
+            continue  # makes no result
+        key = str(_output_key(slide))
+        if sys.platform == "darwin":
+            # Its file systems usually take upper and lower case, and both ways of writing an
+            # accent, for the same name.
+            key = unicodedata.normalize("NFC", key).casefold()
+        first = taken.setdefault(key, slide)
+        if first is not slide:
+            raise UsageError(
+                f"{first.path} and {slide.path} would both be written to {key}; give the folder "
+                "above them instead of the files, rename one, or give a CSV list with a column "
+                "relative_path"
+            )
+
+
+def _output_key(slide: SlideInput) -> PurePath:
+    return slide.relative.with_name(strip_extension(slide.relative.name) + ".h5")
+
+
+def _folder_name(model_name: str) -> str:
+    name = re.sub(r"[^\w.+-]+", "-", model_name).strip(".-")
+    if not name:
+        raise UsageError(f"model name {model_name!r}: no folder can be named after it")
+    return name
+
+
+# Lists.
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as exc:
+        raise UsageError(f"{path}: this list cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise UsageError(f"{path}: this list is not UTF-8 text; save it as UTF-8 CSV") from exc
+
+
+def _parse_list(name: str, text: str, folder: Path) -> Iterator[tuple[str, _Row]]:
+    """Yield each slide as written and its row, from a CSV or from plain lines of paths."""
+    header = next((line for line in text.splitlines() if line.strip()), "")
+    # Spreadsheets write semicolons where the comma is the decimal sign.
+    delimiter = max(",;\t", key=header.count)
+    columns = [cell.strip().lower() for cell in next(csv.reader([header], delimiter=delimiter), [])]
+    if SLIDE_COLUMN not in columns:
+        if name.lower().endswith(LIST_EXTENSION):
+            raise UsageError(
+                f"{name}: no column {SLIDE_COLUMN!r} in its first line; found: "
+                f"{', '.join(columns) or 'nothing'}"
+            )
+        yield from ((line.strip(), _Row()) for line in text.splitlines() if line.strip())
+        return
+    if twice := [column for column, count in Counter(columns).items() if count > 1]:
+        raise UsageError(f"{name}: column {twice[0]!r} is there twice")
+    reader = csv.reader(io.StringIO(text), delimiter=delimiter)
+    past_header = False
+    for cells in reader:
+        if not any(cell.strip() for cell in cells):
+            continue
+        if not past_header:
+            past_header = True
+            continue
+        where = f"{name}, line {reader.line_num}"
+        if len(cells) > len(columns):
+            raise UsageError(f"{where}: {len(cells)} cells for {len(columns)} columns")
+        values = {c: v.strip() for c, v in zip(columns, cells, strict=False) if v.strip()}
+        slide = values.pop(SLIDE_COLUMN, "")
+        if not slide:
+            raise UsageError(f"{where}: no slide")
+        yield os.path.expanduser(slide), _parse_row(where, values, folder)
+
+
+def _parse_row(where: str, values: dict[str, str], folder: Path) -> _Row:
+    def path(column: str) -> Path | None:
+        value = values.pop(column, None)
+        return folder / os.path.expanduser(value) if value else None
+
+    mpp = values.pop("mpp", None)
+    size = values.pop("size_bytes", None)
+    relative = PurePath(values.pop("relative_path", ""))
+    if relative.is_absolute() or ".." in relative.parts:
+        raise UsageError(f"{where}: relative_path {relative} leaves the output folder")
+    if size is not None and not size.isdecimal():
+        raise UsageError(f"{where}: size_bytes {size!r} is not a number of bytes")
+    return _Row(
+        mpp=None if mpp is None else _parse_mpp(where, mpp),
+        mask=path("mask"),
+        bulk_rna=path("bulk_rna"),
+        relative=relative if relative.name else None,
+        size_bytes=None if size is None else int(size),
+        extra=values,
+    )
+
+
+def _parse_mpp(where: str, text: str) -> float:
+    try:
+        mpp = float(text)
+    except ValueError:
+        mpp = math.nan
+    if not (math.isfinite(mpp) and mpp > 0):
+        raise UsageError(f"{where}: mpp {text!r} is not a positive number of µm per pixel")
+    return mpp
+
+
+def _listed_relative(slide: str, folder: Path) -> PurePath:
+    """Return where a listed slide lies below its list's folder; its bare name if elsewhere."""
+    path = PurePath(slide)
+    if path.is_absolute() and path.is_relative_to(folder.absolute()):
+        path = path.relative_to(folder.absolute())
+    if path.is_absolute() or ".." in path.parts:
+        return PurePath(path.name)
+    return path
+
+
+# Slides of several files.
+
+_MIRAX_INDEX = "slidedat.ini"
+
+
+def _files_named_in(index: Path) -> tuple[Path, ...]:
+    """List the files beside a Hamamatsu ``.vms`` or ``.vmu`` that its text names."""
+    try:
+        text = index.read_text(encoding="latin-1")
+    except OSError:
+        return ()
+    names = {line.partition("=")[2].strip() for line in text.splitlines()}
+    paths = (index.parent / name for name in names if name and name == PurePath(name).name)
+    return tuple(sorted(p for p in paths if p != index and p.is_file()))
+
+
+def _may_be_dicom(name: str) -> bool:
+    # Archives export names such as 1.2.840.113 or IM0001: no extension, or one of digits.
+    extension = PurePath(name).suffix.lower()
+    return extension in DICOM_EXTENSIONS or not extension.strip(".0123456789")
+
+
+_SLIDE_MODALITY = "SM"
+
+
+class _DicomHeader(NamedTuple):
+    modality: str
+    series_uid: str
+
+
+class _DicomFolder:
+    """The DICOM files of one folder, grouped to series, from their first few kilobytes."""
+
+    def __init__(self, headers: Mapping[Path, _DicomHeader | None]) -> None:
+        self._headers = headers
+        self._series: dict[str, list[Path]] = {}
+        for path, header in sorted(headers.items()):
+            if header and header.series_uid and header.modality in ("", _SLIDE_MODALITY):
+                self._series.setdefault(header.series_uid, []).append(path)
+
+    @classmethod
+    def read(cls, folder: Path) -> "_DicomFolder":
+        try:
+            with os.scandir(folder) as entries:
+                names = [e.name for e in entries if _may_be_dicom(e.name) and e.is_file()]
+        except OSError:
+            names = []
+        shown = (folder / name for name in names if not name.startswith("."))
+        return cls({path: _dicom_header(path) for path in shown})
+
+    def series_of(self, path: Path) -> tuple[Path, ...]:
+        """Return every file of the series in order of name; empty if it is in none."""
+        header = self._headers.get(path)
+        return tuple(self._series.get(header.series_uid, ())) if header else ()
+
+    def not_a_slide(self, path: Path) -> str | None:
+        """Say why a file met in a folder is no slide; None if it is one, or a damaged one."""
+        header = self._headers.get(path)
+        if header is None:
+            # A broken .dcm is a slide that fails, not a file to pass over.
+            return None if path.suffix.lower() in DICOM_EXTENSIONS else "unknown extension"
+        if header.modality not in ("", _SLIDE_MODALITY):
+            return f"DICOM of modality {header.modality}, not {_SLIDE_MODALITY} (slide microscopy)"
+        return None
+
+
+# Tags as one number, group in the upper half.
+_TRANSFER_SYNTAX = 0x0002_0010
+_MODALITY = 0x0008_0060
+_SERIES_UID = 0x0020_000E
+_ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFE_E000, 0xFFFE_E00D, 0xFFFE_E0DD
+_UNDEFINED_LENGTH = 0xFFFF_FFFF
+_IMPLICIT_LITTLE = "1.2.840.10008.1.2"
+_UNREADABLE_HERE = ("1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99")  # big-endian, deflated
+_LONG_FORMS = {b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT"}
+_LONG_FORMS |= {b"UV"}
+# The series is named before any pixel; icons and long sequences before it still fit the last.
+_HEADER_READS_BYTES = (16 << 10, 1 << 20, 16 << 20)
+
+
+def _dicom_header(path: Path) -> _DicomHeader | None:
+    """Read modality and series of a DICOM file; None if it is none, or damaged."""
+    try:
+        with path.open("rb") as stream:
+            data = b""
+            for wanted in _HEADER_READS_BYTES:
+                data += stream.read(wanted - len(data))
+                if data[128:132] != b"DICM":
+                    return None
+                try:
+                    return _parse_dicom(data)
+                except RecursionError:
+                    return None  # no scanner nests so deep
+                except struct.error:  # ran off the end of what was read
+                    if len(data) < wanted:
+                        return None
+    except OSError:
+        return None
+    return None
+
+
+def _parse_dicom(data: bytes) -> _DicomHeader | None:
+    values: dict[int, str] = {}
+    offset, implicit = 132, False
+    while True:
+        tag, value, after = _element(data, offset, implicit=implicit and not _in_meta(data, offset))
+        if tag > _SERIES_UID:
+            return _DicomHeader(values.get(_MODALITY, ""), "")
+        if tag in (_TRANSFER_SYNTAX, _MODALITY, _SERIES_UID):
+            values[tag] = data[value:after].decode("ascii", "replace").strip(" \0")
+        if tag == _TRANSFER_SYNTAX:
+            if values[tag] in _UNREADABLE_HERE:
+                return None
+            implicit = values[tag] == _IMPLICIT_LITTLE
+        if tag == _SERIES_UID:
+            return _DicomHeader(values.get(_MODALITY, ""), values[tag])
+        offset = after
+
+
+def _in_meta(data: bytes, offset: int) -> bool:
+    # The file's own group is explicit, whatever the rest is.
+    return data[offset : offset + 2] == b"\x02\x00"
+
+
+def _element(data: bytes, offset: int, *, implicit: bool) -> tuple[int, int, int]:
+    """Return an element's tag, where its value starts, and where the next element does."""
+    group, number = struct.unpack_from("<HH", data, offset)
+    tag = group << 16 | number
+    kind = data[offset + 4 : offset + 6]
+    if implicit or group == 0xFFFE:
+        (length,), value = struct.unpack_from("<I", data, offset + 4), offset + 8
+    elif kind in _LONG_FORMS:
+        (length,), value = struct.unpack_from("<I", data, offset + 8), offset + 12
+    else:
+        (length,), value = struct.unpack_from("<H", data, offset + 6), offset + 8
+    if length == _UNDEFINED_LENGTH:
+        # Sequences nested in a sequence of unknown kind are written implicitly.
+        return tag, value, _skip_items(data, value, implicit=implicit or kind == b"UN")
+    if value + length > len(data):
+        raise struct.error("element longer than what was read")
+    return tag, value, value + length
+
+
+def _skip_items(data: bytes, offset: int, *, implicit: bool) -> int:
+    """Return where a sequence, or an item of it, of undefined length ends."""
+    while True:
+        tag, _, offset = _element(data, offset, implicit=implicit)
+        if tag in (_ITEM_END, _SEQUENCE_END):
+            return offset
