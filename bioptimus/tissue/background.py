@@ -129,7 +129,8 @@ def _fit_surface(
     fitted: npt.NDArray[np.float64] = np.zeros((6, 3))
     for _ in range(4):
         a, b = terms[keep], values[keep]
-        fitted = np.linalg.solve(a.T @ a + 1e-3 * len(a) * pull + 1e-9 * np.eye(6), a.T @ b)
+        normal = a.T @ a + 1e-3 * len(a) * pull + 1e-9 * np.eye(6)
+        fitted = np.linalg.solve(normal, a.T @ b).astype(np.float64)
         off = np.abs(values - terms @ fitted).max(axis=1)
         keep = off <= max(0.015, 3 * float(np.median(off)))
     return fitted.astype(np.float32)
