@@ -3,7 +3,9 @@
 Everything here works on arrays and on files of masks; it knows neither OpenSlide nor models.
 """
 
+from bioptimus.tissue.contour import outline, polygons
 from bioptimus.tissue.find import find_tissue
+from bioptimus.tissue.load import load_mask
 from bioptimus.tissue.mask import TissueMask, TissueOptions, TissueStep, full_mask
 from bioptimus.tissue.ratios import tissue_ratios
 
@@ -13,5 +15,8 @@ __all__ = [
     "TissueStep",
     "find_tissue",
     "full_mask",
+    "load_mask",
+    "outline",
+    "polygons",
     "tissue_ratios",
 ]

@@ -1,0 +1,248 @@
+"""Which tiles of a slide are worth reading: its lattice, its tissue, and what is kept.
+
+Works on anything that has the few properties of :class:`PlannableSlide`, so a test or a script can
+plan a slide that is no file.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bioptimus.errors import TissueError, UsageError
+from bioptimus.tiles import Tile, TileGrid, TileSpec, plan_tiles
+from bioptimus.tissue import (
+    TissueMask,
+    TissueOptions,
+    TissueStep,
+    find_tissue,
+    full_mask,
+    load_mask,
+    tissue_ratios,
+)
+from bioptimus.tissue.mask import SCANNED_OPACITY
+
+# Tissue is judged at this scale whatever the tile's own, so that changing the model does not
+# change what tissue is.
+TISSUE_MPP = 8.0
+
+
+class CoarseImage(Protocol):
+    """A whole slide at a coarse scale."""
+
+    @property
+    def pixels(self) -> npt.NDArray[np.uint8]:
+        """RGB (height, width, 3), composited on the slide's background colour."""
+
+    @property
+    def opaque(self) -> npt.NDArray[np.uint8]:
+        """(height, width) share of each pixel that was scanned, 0..255."""
+
+    @property
+    def downsample(self) -> tuple[float, float]:
+        """(x, y) level-0 pixels per pixel."""
+
+
+class PlannableSlide(Protocol):
+    """What planning asks of a slide."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+
+    @property
+    def dimensions(self) -> tuple[int, int]:
+        """(width, height) in level-0 pixels."""
+
+    @property
+    def mpp(self) -> tuple[float, float]:
+        """(x, y) µm per level-0 pixel; raises ResolutionError where that is not known."""
+
+    def coarse_image(self, mpp: float = TISSUE_MPP) -> CoarseImage:
+        """The whole slide at about that scale; as much coarser as a coarser slide is."""
+
+
+Segmenter = Callable[[CoarseImage], npt.NDArray[np.bool_]]
+"""Takes a coarse image, returns (height, width) true where tissue is; a model, for instance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What is kept of a slide, and where it departs from what the model asks for.
+
+    Attributes:
+        tile_size_px: Side of a tile in pixels at its own mpp; the model's if None.
+        tile_mpp: Scale of a tile in µm/px; the model's if None.
+        overlap_px: Pixels that neighbours share, at the tile's mpp; the model's if None.
+        min_tissue: Tiles with at least this share of tissue are kept, 0..1; 0 keeps all.
+        tissue: ``auto`` looks for tissue, ``none`` takes the whole scanned area, anything else
+            is the path of a mask (PNG or GeoJSON).
+        keep_pen: Count pen marks as tissue.
+    """
+
+    tile_size_px: int | None = None
+    tile_mpp: float | None = None
+    overlap_px: int | None = None
+    min_tissue: float = 0.5
+    tissue: str = "auto"
+    keep_pen: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no slide can satisfy.
+
+        Raises:
+            UsageError: The share of tissue is not one, or no way to find tissue is named.
+        """
+        if not 0 <= self.min_tissue <= 1:
+            raise UsageError(f"min tissue {self.min_tissue}: must be a share from 0 to 1")
+        if not self.tissue:
+            raise UsageError("tissue: say auto, none, or the path of a mask file")
+
+    def applied_to(self, spec: TileSpec) -> TileSpec:
+        """The model's tile with these changes.
+
+        Raises:
+            UsageError: The result is no tile that a lattice can have.
+        """
+        return TileSpec(
+            size_px=spec.size_px if self.tile_size_px is None else self.tile_size_px,
+            mpp=spec.mpp if self.tile_mpp is None else self.tile_mpp,
+            overlap_px=spec.overlap_px if self.overlap_px is None else self.overlap_px,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidePlan:
+    """The tiles of one slide that are to be read, in row-major order.
+
+    Attributes:
+        grid: Every position of the lattice.
+        kept: int64 (N,) indices into ``grid``, rising.
+        tissue_ratios: float32 (N,) share of tissue of each kept tile.
+        mask: The tissue that this was judged by.
+        warnings: What the user should know, without the slide's name.
+    """
+
+    grid: TileGrid
+    kept: npt.NDArray[np.int64]
+    tissue_ratios: npt.NDArray[np.float32]
+    mask: TissueMask
+    warnings: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        """Number of tiles kept."""
+        return len(self.kept)
+
+    @property
+    def spec(self) -> TileSpec:
+        """Size, scale and overlap of the tiles."""
+        return self.grid.spec
+
+    @property
+    def coords(self) -> npt.NDArray[np.int64]:
+        """(N, 2) x and y of each kept tile's upper-left corner, level-0 pixels."""
+        x = np.array([self.grid.x(column) for column in range(self.grid.columns)], dtype=np.int64)
+        y = np.array([self.grid.y(row) for row in range(self.grid.rows)], dtype=np.int64)
+        return np.stack([x[self.columns], y[self.rows]], axis=1)
+
+    @property
+    def columns(self) -> npt.NDArray[np.int64]:
+        """(N,) column of each kept tile in the lattice."""
+        return np.asarray(self.kept % self.grid.columns, dtype=np.int64)
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """(N,) row of each kept tile in the lattice."""
+        return np.asarray(self.kept // self.grid.columns, dtype=np.int64)
+
+    def tile(self, position: int) -> Tile:
+        """The tile at a position of ``kept``."""
+        return self.grid[int(self.kept[position])]
+
+
+def plan_slide(
+    slide: PlannableSlide,
+    spec: TileSpec,
+    options: PlanOptions | None = None,
+    *,
+    segmenter: Segmenter | None = None,
+) -> SlidePlan:
+    """Decide which tiles of a slide to read.
+
+    Args:
+        slide: The slide.
+        spec: The tiles that the model wants.
+        options: Changes to them, and what counts as tissue; the defaults if not given.
+        segmenter: Finds the tissue in place of our own search where ``options.tissue`` is
+            ``auto``.
+
+    Returns:
+        The plan; with no tiles where there is no tissue, and a warning that says why.
+
+    Raises:
+        UsageError: The tile, as changed by the options, is none.
+        ResolutionError: The slide's scale is not known, or too coarse for the tiles.
+        TissueError: A mask file cannot be read or does not fit, or the segmenter's does not.
+        SlideReadError: The coarse image cannot be read.
+    """
+    options = options or PlanOptions()
+    grid = plan_tiles(slide.dimensions, spec=options.applied_to(spec), mpp=slide.mpp)
+    mask = _find_mask(slide, options, segmenter)
+    ratios = tissue_ratios(mask, grid)
+    kept = np.flatnonzero(ratios >= options.min_tissue).astype(np.int64)
+    return SlidePlan(
+        grid=grid,
+        kept=kept,
+        tissue_ratios=ratios[kept],
+        mask=mask,
+        warnings=_why_empty(mask, ratios, options) if len(kept) == 0 else (),
+    )
+
+
+def _find_mask(
+    slide: PlannableSlide, options: PlanOptions, segmenter: Segmenter | None
+) -> TissueMask:
+    """The mask that the options ask for; only a mask file leaves the slide's pixels unread."""
+    if options.tissue not in ("auto", "none"):
+        return load_mask(Path(options.tissue), dimensions=slide.dimensions, mpp=slide.mpp)
+    coarse = slide.coarse_image(TISSUE_MPP)
+    if options.tissue == "none":
+        return full_mask(coarse.opaque, coarse.downsample)
+    if segmenter is not None:
+        return _segmented(slide.name, coarse, segmenter)
+    return find_tissue(
+        coarse.pixels,
+        coarse.opaque,
+        downsample=coarse.downsample,
+        mpp=(slide.mpp[0] * coarse.downsample[0], slide.mpp[1] * coarse.downsample[1]),
+        options=TissueOptions(keep_pen=options.keep_pen),
+    )
+
+
+def _segmented(name: str, coarse: CoarseImage, segmenter: Segmenter) -> TissueMask:
+    """The mask of a segmenter, held inside the scan."""
+    found = np.asarray(segmenter(coarse))
+    if found.shape != coarse.opaque.shape:
+        raise TissueError(
+            f"{name}: the tissue model returned a mask of {found.shape} for an image of "
+            f"{coarse.opaque.shape} (height, width)"
+        )
+    mask = found.astype(np.bool_) & (coarse.opaque >= SCANNED_OPACITY)
+    step = TissueStep(name="tissue model", share=float(mask.mean()))
+    return TissueMask(mask=mask, downsample=coarse.downsample, method="model", steps=(step,))
+
+
+def _why_empty(
+    mask: TissueMask, ratios: npt.NDArray[np.float32], options: PlanOptions
+) -> tuple[str, ...]:
+    """Why no tile is kept, in one sentence."""
+    if mask.emptied_by is not None:
+        return (f"no tissue: nothing was left after the step '{mask.emptied_by}'",)
+    best = float(ratios.max(initial=0.0))
+    return (
+        f"no tile has {options.min_tissue:g} of tissue or more, the best has {best:.3g}; "
+        "pass a smaller --min-tissue to keep such tiles",
+    )

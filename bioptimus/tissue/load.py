@@ -1,0 +1,226 @@
+"""Masks that users bring: a PNG of the whole slide, or polygons as GeoJSON."""
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from PIL import Image, UnidentifiedImageError
+
+from bioptimus.errors import TissueError
+from bioptimus.tissue.mask import TissueMask, TissueStep
+
+Ring = npt.NDArray[np.float64]
+
+# Polygons are drawn at the scale at which tissue is judged.
+MASK_MPP = 8.0
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+# A mask of a 200k x 200k slide at 8 µm/px has 40 million pixels.
+MOST_MASK_PIXELS = 80_000_000
+
+
+def load_mask(path: Path, *, dimensions: tuple[int, int], mpp: tuple[float, float]) -> TissueMask:
+    """Read a tissue mask from a file.
+
+    A PNG covers the whole slide at any scale; every value but 0 is tissue. Polygons of a GeoJSON
+    file are in level-0 pixels counted from the slide's corner, as QuPath writes them for slides
+    without bounds: a FeatureCollection, a list of features, one feature or one geometry; holes are
+    left out; overlapping polygons are united; classes whose name ends in ``*`` are skipped, as
+    QuPath ignores them.
+
+    Args:
+        path: The file. Its content, not its name, says which kind it is.
+        dimensions: (width, height) of the slide in level-0 pixels.
+        mpp: (x, y) µm per level-0 pixel.
+
+    Returns:
+        The mask, with method ``file``.
+
+    Raises:
+        TissueError: The file is missing or neither kind, has another shape than the slide, or
+            all its polygons lie outside the slide.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(24)
+        if start.startswith(PNG_SIGNATURE):
+            mask = _read_png(path, start, dimensions)
+        elif start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
+            mask = _read_geojson(path, dimensions, mpp)
+        else:
+            raise TissueError(f"{path.name}: neither PNG nor GeoJSON; save the mask as one of them")
+    except OSError as exc:
+        raise TissueError(f"{path}: mask cannot be read: {exc.strerror or exc}") from exc
+    return TissueMask(
+        mask=mask,
+        downsample=(dimensions[0] / mask.shape[1], dimensions[1] / mask.shape[0]),
+        method="file",
+        steps=(TissueStep(name=f"mask file {path.name}", share=float(mask.mean())),),
+    )
+
+
+def _read_png(path: Path, start: bytes, dimensions: tuple[int, int]) -> npt.NDArray[np.bool_]:
+    """Any value but 0, of an image with the slide's shape."""
+    if len(start) < 24:
+        raise TissueError(f"{path.name}: truncated PNG")
+    width, height = struct.unpack(">II", start[16:24])
+    if width * height > MOST_MASK_PIXELS:
+        raise TissueError(
+            f"{path.name}: mask of {width} x {height} px is finer than any use of it; "
+            f"save it at about {MASK_MPP:g} µm/px"
+        )
+    try:
+        with Image.open(path) as image:
+            values = np.asarray(image)
+    except (UnidentifiedImageError, SyntaxError, ValueError, OSError) as exc:
+        raise TissueError(f"{path.name}: PNG cannot be decoded: {exc}") from exc
+    _check_shape(path, (width, height), dimensions)
+    if values.ndim == 3:
+        # Alpha says what is drawn, not what is tissue, unless it is all there is to say.
+        colours = values[..., : values.shape[2] - (values.shape[2] % 2 == 0)]
+        return np.asarray(colours.any(axis=2))
+    return np.asarray(values != 0)
+
+
+def _check_shape(path: Path, size: tuple[int, int], dimensions: tuple[int, int]) -> None:
+    """Refuse a mask that is not the whole slide at one scale, but for rounding."""
+    across, down = dimensions[0] / size[0], dimensions[1] / size[1]
+    if abs(across / down - 1) > 0.01 + 1.0 / min(size):
+        raise TissueError(
+            f"{path.name}: mask of {size[0]} x {size[1]} px does not have the shape of the slide, "
+            f"{dimensions[0]} x {dimensions[1]} px; it must cover the whole slide"
+        )
+
+
+def _read_geojson(
+    path: Path, dimensions: tuple[int, int], mpp: tuple[float, float]
+) -> npt.NDArray[np.bool_]:
+    """Polygons drawn at about ``MASK_MPP``."""
+    try:
+        document = orjson.loads(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+    except orjson.JSONDecodeError as exc:
+        raise TissueError(f"{path.name}: not valid JSON: {exc}") from exc
+    width = max(1, round(dimensions[0] * mpp[0] / MASK_MPP))
+    height = max(1, round(dimensions[1] * mpp[1] / MASK_MPP))
+    to_mask = np.array([width / dimensions[0], height / dimensions[1]])
+    mask = np.zeros((height, width), dtype=bool)
+    outside = inside = 0
+    for rings in _polygons(path, document):
+        if _draw(mask, [ring * to_mask for ring in rings]):
+            inside += 1
+        else:
+            outside += 1
+    if outside and not inside:
+        raise TissueError(
+            f"{path.name}: all of its {outside} polygons lie outside the slide, "
+            f"{dimensions[0]} x {dimensions[1]} px; coordinates must be level-0 pixels"
+        )
+    return mask
+
+
+def _polygons(path: Path, document: Any) -> Iterator[list[Ring]]:
+    """Rings of every polygon, the outer one first.
+
+    Raises:
+        TissueError: The document is no GeoJSON, or has shapes but no polygon.
+    """
+    shapes = list(_geometries(document))
+    found = False
+    for kind, coordinates in shapes:
+        if kind not in ("Polygon", "MultiPolygon"):
+            continue
+        found = True
+        try:
+            parts = [coordinates] if kind == "Polygon" else coordinates
+            for part in parts:
+                yield [_ring(ring) for ring in part]
+        except (TypeError, ValueError, IndexError) as exc:
+            raise TissueError(f"{path.name}: a {kind} is malformed: {exc}") from exc
+    empty_collection = isinstance(document, list) or (
+        isinstance(document, dict) and document.get("type") == "FeatureCollection"
+    )
+    if not found and (shapes or not empty_collection):
+        kinds = ", ".join(sorted({kind for kind, _ in shapes})) or "no geometry"
+        raise TissueError(f"{path.name}: holds {kinds}, but no Polygon or MultiPolygon")
+
+
+def _geometries(node: Any) -> Iterator[tuple[str, Any]]:
+    """(type, coordinates) of every geometry below a node."""
+    if isinstance(node, list):
+        for entry in node:
+            yield from _geometries(entry)
+    elif isinstance(node, dict):
+        kind = node.get("type")
+        if kind == "FeatureCollection":
+            yield from _geometries(node.get("features") or [])
+        elif kind == "Feature":
+            if not _ignored(node):
+                yield from _geometries(node.get("geometry"))
+        elif kind == "GeometryCollection":
+            yield from _geometries(node.get("geometries") or [])
+        elif isinstance(kind, str) and "coordinates" in node:
+            yield kind, node["coordinates"]
+
+
+def _ignored(feature: dict[str, Any]) -> bool:
+    """Whether QuPath's class of a feature is one that it ignores."""
+    properties = feature.get("properties")
+    classification = properties.get("classification") if isinstance(properties, dict) else None
+    name = classification.get("name") if isinstance(classification, dict) else None
+    return isinstance(name, str) and name.endswith("*")
+
+
+def _ring(points: Any) -> Ring:
+    """(n, 2) points of a ring; a third coordinate is dropped."""
+    ring = np.array([[float(point[0]), float(point[1])] for point in points], dtype=np.float64)
+    if len(ring) < 3:
+        raise ValueError(f"a ring of {len(ring)} points")
+    if not np.isfinite(ring).all():
+        raise ValueError("a coordinate is not a number")
+    return ring
+
+
+def _draw(mask: npt.NDArray[np.bool_], rings: list[Ring]) -> bool:
+    """Set the pixels whose centre lies in the polygon; False if it lies outside the mask.
+
+    Every edge flips the inside-ness of all that lies right of it. The flips of a row, added up
+    from the left, are odd inside the polygon and even outside and in its holes: the even-odd rule
+    with no growth at the border, which the polygon fillers of image libraries have.
+    """
+    height, width = mask.shape
+    outer = np.concatenate(rings)
+    left, top = np.floor(outer.min(axis=0))
+    right, lower = np.ceil(outer.max(axis=0))
+    if right <= 0 or lower <= 0 or left >= width or top >= height:
+        return False
+    x0, y0 = max(0, int(left)), max(0, int(top))
+    x1, y1 = min(width, int(right) + 1), min(height, int(lower) + 1)
+    # One column more than the box, for flips at or beyond its right edge.
+    flips = np.zeros((y1 - y0, x1 - x0 + 1), dtype=np.uint16)
+    for ring in rings:
+        rows, x = _crossings(ring, y0, y1)
+        columns = np.clip(np.ceil(x - 0.5), x0, x1).astype(np.int64) - x0
+        np.add.at(flips, (rows - y0, columns), 1)
+    inside = np.cumsum(flips, axis=1, dtype=np.uint16)[:, :-1] % 2 == 1
+    mask[y0:y1, x0:x1] |= inside
+    return True
+
+
+def _crossings(
+    ring: Ring, first_row: int, end_row: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """(row, x) of each place where a ring crosses the middle of a row."""
+    start, end = ring, np.roll(ring, -1, axis=0)
+    upper = np.where((start[:, 1] <= end[:, 1])[:, None], start, end)
+    lower = np.where((start[:, 1] <= end[:, 1])[:, None], end, start)
+    first = np.clip(np.ceil(upper[:, 1] - 0.5), first_row, end_row).astype(np.int64)
+    stop = np.clip(np.ceil(lower[:, 1] - 0.5), first_row, end_row).astype(np.int64)
+    counts = stop - first
+    edges = np.repeat(np.arange(len(ring)), counts)
+    rows = np.arange(len(edges)) - np.repeat(np.cumsum(counts) - counts, counts) + first[edges]
+    rise = lower[edges, 1] - upper[edges, 1]
+    part = (rows + 0.5 - upper[edges, 1]) / rise
+    return rows, upper[edges, 0] + part * (lower[edges, 0] - upper[edges, 0])

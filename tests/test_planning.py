@@ -1,0 +1,162 @@
+"""What is kept of a slide, and what is said when nothing is."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+from bioptimus.errors import ResolutionError, TissueError, UsageError
+from bioptimus.planning import PlanOptions, plan_slide
+from bioptimus.tiles import TileSpec
+
+SPEC = TileSpec(size_px=224, mpp=0.5)
+
+
+@dataclass(frozen=True)
+class FakeImage:
+    pixels: npt.NDArray[np.uint8]
+    opaque: npt.NDArray[np.uint8]
+    downsample: tuple[float, float]
+
+
+@dataclass
+class FakeSlide:
+    """A slide of 0.5 µm/px whose coarse image is given."""
+
+    pixels: npt.NDArray[np.uint8]
+    name: str = "fake.svs"
+    scale: float | None = 0.5
+    asked_mpp: list[float] = field(default_factory=list)
+
+    @property
+    def dimensions(self) -> tuple[int, int]:
+        return self.pixels.shape[1] * 16, self.pixels.shape[0] * 16
+
+    @property
+    def mpp(self) -> tuple[float, float]:
+        if self.scale is None:
+            raise ResolutionError("fake.svs: no mpp")
+        return self.scale, self.scale
+
+    def coarse_image(self, mpp: float = 1.0) -> FakeImage:
+        self.asked_mpp.append(mpp)
+        opaque = np.full(self.pixels.shape[:2], 255, dtype=np.uint8)
+        return FakeImage(self.pixels, opaque, (16.0, 16.0))
+
+
+def slide_with_tissue(*, columns: int = 280, rows: int = 140) -> FakeSlide:
+    """10 x 5 tiles of 14 coarse pixels, tissue in the left four columns of tiles."""
+    pixels = np.full((rows, columns, 3), 240, dtype=np.uint8)
+    pixels[:, : 14 * 4] = (200, 120, 170)
+    return FakeSlide(pixels)
+
+
+def test_tiles_on_tissue_are_kept_in_row_major_order() -> None:
+    slide = slide_with_tissue()
+    plan = plan_slide(slide, SPEC)
+    assert plan.grid.columns == 20
+    assert plan.coords.tolist() == [[x * 224, y * 224] for y in range(10) for x in range(4)]
+    assert (plan.tissue_ratios >= 0.5).all()
+    assert plan.columns.tolist() == [0, 1, 2, 3] * 10
+    assert plan.tile(5).x == 224
+    assert plan.warnings == ()
+
+
+def test_coordinates_are_those_of_the_grid() -> None:
+    slide = slide_with_tissue()
+    slide.scale = 0.2426
+    plan = plan_slide(slide, SPEC, PlanOptions(overlap_px=100, min_tissue=0))
+    assert len(plan) == len(plan.grid)
+    assert plan.coords.tolist() == [[tile.x, tile.y] for tile in plan.grid]
+
+
+def test_tissue_is_judged_at_8_um_whatever_the_tile_scale() -> None:
+    slide = slide_with_tissue()
+    for mpp in (0.5, 1.0, 2.0):
+        plan_slide(slide, SPEC, PlanOptions(tile_mpp=mpp))
+    assert slide.asked_mpp == [8.0, 8.0, 8.0]
+
+
+def test_overlap_counts_from_the_first_tile_of_every_row() -> None:
+    """FIELD 24."""
+    slide = slide_with_tissue()
+    plan = plan_slide(slide, SPEC, PlanOptions(overlap_px=112, tissue="none"))
+    x = sorted({int(value) for value in plan.coords[:, 0]})
+    assert x == [112 * column for column in range(39)]
+    assert len(plan) == 39 * 19
+
+
+def test_kept_tiles_lie_on_one_lattice_at_every_scale() -> None:
+    """FIELD 25: no row is missing because of another scale."""
+    slide = slide_with_tissue()
+    for mpp in (0.5, 1.0, 2.0, 0.77):
+        plan = plan_slide(slide, SPEC, PlanOptions(tissue="none", tile_mpp=mpp))
+        stride = 224 * mpp / 0.5
+        for axis, tiles in ((0, plan.columns), (1, plan.rows)):
+            assert plan.coords[:, axis].tolist() == [round(n * stride) for n in tiles.tolist()]
+            assert sorted(set(tiles.tolist())) == list(range(int(tiles.max()) + 1))
+
+
+@pytest.mark.parametrize("overlap", [224, 225, 1000, -1])
+def test_overlap_as_large_as_the_tile_is_refused(overlap: int) -> None:
+    """FIELD 32: it would never end."""
+    with pytest.raises(UsageError, match="overlap"):
+        plan_slide(slide_with_tissue(), SPEC, PlanOptions(overlap_px=overlap))
+
+
+def test_blank_slide_plans_no_tiles_and_says_why() -> None:
+    """FIELD 90."""
+    plan = plan_slide(FakeSlide(np.full((100, 100, 3), 255, dtype=np.uint8)), SPEC)
+    assert len(plan) == 0
+    assert plan.coords.shape == (0, 2)
+    assert plan.warnings == ("no tissue: nothing was left after the step 'no stain'",)
+
+
+def test_tissue_too_thin_for_any_tile_is_told_with_the_best_share() -> None:
+    pixels = np.full((140, 140, 3), 240, dtype=np.uint8)
+    pixels[:, 70:77] = (200, 120, 170)
+    plan = plan_slide(FakeSlide(pixels), SPEC, PlanOptions(min_tissue=0.9))
+    assert len(plan) == 0
+    assert "no tile has 0.9 of tissue or more, the best has 0." in plan.warnings[0]
+
+
+def test_tile_exactly_at_the_threshold_is_kept() -> None:
+    slide = slide_with_tissue()
+    mask = np.zeros((140, 280), dtype=bool)
+    mask[:14, :7] = True
+    mask[14:28, :6] = True
+    plan = plan_slide(slide, SPEC, PlanOptions(min_tissue=0.5), segmenter=lambda _: mask)
+    assert plan.kept.tolist() == [0]
+    assert plan.mask.method == "model"
+
+
+def test_segmenter_that_returns_another_shape_is_refused() -> None:
+    with pytest.raises(TissueError, match=r"fake\.svs: the tissue model returned a mask of"):
+        plan_slide(slide_with_tissue(), SPEC, segmenter=lambda _: np.zeros((2, 2), dtype=bool))
+
+
+def test_mask_file_leaves_the_slides_pixels_unread(tmp_path: Path) -> None:
+    mask = np.zeros((140, 280), dtype=np.uint8)
+    mask[:14, 14:42] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    slide = slide_with_tissue()
+    plan = plan_slide(slide, SPEC, PlanOptions(tissue=str(tmp_path / "mask.png")))
+    assert plan.kept.tolist() == [1, 2]
+    assert slide.asked_mpp == []
+
+
+def test_slide_without_scale_fails_before_its_pixels_are_read() -> None:
+    slide = slide_with_tissue()
+    slide.scale = None
+    with pytest.raises(ResolutionError):
+        plan_slide(slide, SPEC)
+    assert slide.asked_mpp == []
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_min_tissue_must_be_a_share(share: float) -> None:
+    with pytest.raises(UsageError, match="min tissue"):
+        PlanOptions(min_tissue=share)

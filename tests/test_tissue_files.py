@@ -1,0 +1,183 @@
+"""Masks that users bring, and the polygons that we give."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from PIL import Image
+
+from bioptimus.errors import TissueError
+from bioptimus.tissue import TissueMask, load_mask, outline, polygons
+
+DIMENSIONS = (3200, 1600)
+MPP = (0.25, 0.25)
+SQUARE = [[320, 160], [960, 160], [960, 800], [320, 800], [320, 160]]
+HOLE = [[480, 320], [640, 320], [640, 480], [480, 480], [480, 320]]
+
+
+def write(path: Path, document: object) -> Path:
+    path.write_text(json.dumps(document))
+    return path
+
+
+def feature(kind: str, coordinates: object, **properties: object) -> dict[str, Any]:
+    return {
+        "type": "Feature",
+        "geometry": {"type": kind, "coordinates": coordinates},
+        "properties": properties,
+    }
+
+
+def load(path: Path) -> TissueMask:
+    return load_mask(path, dimensions=DIMENSIONS, mpp=MPP)
+
+
+def expected(*, hole: bool) -> npt.NDArray[np.bool_]:
+    mask = np.zeros((50, 100), dtype=bool)
+    mask[5:25, 10:30] = True
+    if hole:
+        mask[10:15, 15:20] = False
+    return mask
+
+
+def test_polygon_is_drawn_without_growing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.geojson", {"type": "Polygon", "coordinates": [SQUARE]})
+    found = load(path)
+    assert (found.mask == expected(hole=False)).all()
+    assert found.downsample == (32.0, 32.0)
+    assert found.method == "file"
+
+
+def test_hole_is_left_out_and_overlapping_polygons_are_united(tmp_path: Path) -> None:
+    collection = {
+        "type": "FeatureCollection",
+        "features": [
+            feature("Polygon", [SQUARE, HOLE]),
+            feature("MultiPolygon", [[SQUARE, HOLE], [[[-50, -50], [-9, -50], [-9, -9]]]]),
+        ],
+    }
+    assert (load(write(tmp_path / "a.json", collection)).mask == expected(hole=True)).all()
+
+
+def test_list_of_features_is_read_and_ignored_classes_are_not(tmp_path: Path) -> None:
+    features = [
+        feature("Polygon", [SQUARE[:-1]], classification={"name": "Tissue"}),
+        feature("Polygon", [[[0, 0], [3200, 0], [0, 1600]]], classification={"name": "Ignore*"}),
+        feature("Point", [5, 5]),
+    ]
+    assert (load(write(tmp_path / "a.geojson", features)).mask == expected(hole=False)).all()
+
+
+def test_slanted_polygon_has_its_area(tmp_path: Path) -> None:
+    ring = [[100.3, 90.1], [3000.7, 400.2], [1500.5, 1550.9]]
+    found = load(write(tmp_path / "a.geojson", {"type": "Polygon", "coordinates": [ring]}))
+    (ax, ay), (bx, by), (cx, cy) = ring
+    area = abs((bx - ax) * (cy - ay) - (cx - ax) * (by - ay)) / 2
+    assert found.mask.sum() * 32 * 32 == pytest.approx(area, rel=0.005)
+
+
+def test_collection_without_features_is_a_slide_without_tissue(tmp_path: Path) -> None:
+    found = load(write(tmp_path / "a.geojson", {"type": "FeatureCollection", "features": []}))
+    assert not found.mask.any()
+    assert found.emptied_by == "mask file a.geojson"
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"type": "FeatureCollection", "features": [feature("Point", [1, 2])]}, "holds Point"),
+        ({"type": "Topology"}, "no geometry"),
+        ({"type": "Polygon", "coordinates": [[[1, 2], [3, 4]]]}, "a ring of 2 points"),
+        ({"type": "Polygon", "coordinates": [[[1, "b"], [3, 4], [5, 6]]]}, "malformed"),
+        ({"type": "Polygon", "coordinates": [[[9e5, 9e5], [9e5, 9e6], [9e6, 9e6]]]}, "outside"),
+    ],
+)
+def test_what_is_no_mask_is_named(tmp_path: Path, document: object, words: str) -> None:
+    with pytest.raises(TissueError, match=words):
+        load(write(tmp_path / "a.geojson", document))
+
+
+@pytest.mark.parametrize("content", [b"", b"GIF89a", b"{", b"\x89PNG\r\n\x1a\n", b"{'type': 1}"])
+def test_unreadable_mask_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mask.png"
+    path.write_bytes(content)
+    with pytest.raises(TissueError, match=r"mask\.png"):
+        load(path)
+
+
+def test_missing_mask_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TissueError, match=r"gone\.png: mask cannot be read: No such file"):
+        load(tmp_path / "gone.png")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "I;16", "RGB", "RGBA", "LA"])
+def test_png_of_any_kind_is_tissue_where_it_is_not_0(tmp_path: Path, mode: str) -> None:
+    mask = expected(hole=True)
+    if mode in ("1", "L", "P", "I;16"):
+        values = mask.astype(np.uint16 if mode == "I;16" else np.uint8)
+        image = Image.fromarray(mask if mode == "1" else values)
+        if mode == "P":
+            image.putpalette([0, 0, 0, 255, 0, 0])
+    else:
+        image = Image.fromarray(mask.astype(np.uint8) * 200).convert(mode)
+    image.save(tmp_path / "a.png")
+    found = load(tmp_path / "a.png")
+    assert (found.mask == mask).all()
+    assert found.downsample == (32.0, 32.0)
+
+
+def test_png_cut_short_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    noise = np.random.default_rng(0).integers(0, 255, (50, 100), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(TissueError, match=r"a\.png: PNG cannot be decoded"):
+        load(path)
+
+
+def test_png_of_another_shape_is_refused(tmp_path: Path) -> None:
+    Image.new("L", (100, 100)).save(tmp_path / "a.png")
+    with pytest.raises(TissueError, match=r"100 x 100 px does not have the shape of the slide"):
+        load(tmp_path / "a.png")
+
+
+def test_png_finer_than_any_use_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.new("L", (4, 4)).save(path)
+    content = bytearray(path.read_bytes())
+    content[16:24] = (40_000).to_bytes(4, "big") * 2
+    path.write_bytes(content)
+    with pytest.raises(TissueError, match="save it at about 8 µm/px"):
+        load(path)
+
+
+@given(arrays(np.bool_, st.tuples(st.integers(1, 12), st.integers(1, 12))))
+def test_outline_filled_again_is_the_mask(values: npt.NDArray[np.bool_]) -> None:
+    rings = outline(TissueMask(mask=values, downsample=(1.0, 1.0), method="file"))
+    inside = np.zeros(values.shape, dtype=int)
+    for ring in rings:
+        for (x0, y0), (x1, y1) in zip(ring, np.roll(ring, -1, axis=0), strict=True):
+            if x0 == x1:  # an upright edge flips everything right of it
+                inside[int(min(y0, y1)) : int(max(y0, y1)), int(x0) :] += 1
+    assert (inside % 2 == values).all()
+
+
+def test_polygons_survive_geojson_and_back(tmp_path: Path) -> None:
+    mask = expected(hole=True)
+    mask[30:40, 60:99] = True
+    mask[33, 70] = False
+    found = polygons(TissueMask(mask=mask, downsample=(32.0, 32.0), method="auto"))
+    assert sorted(len(rings) for rings in found) == [2, 2]
+    coordinates = [[ring.tolist() for ring in rings] for rings in found]
+    path = write(tmp_path / "a.geojson", {"type": "MultiPolygon", "coordinates": coordinates})
+    assert (load(path).mask == mask).all()
+
+
+def test_empty_mask_has_no_outline() -> None:
+    assert outline(TissueMask(mask=np.zeros((3, 3), bool), downsample=(1, 1), method="auto")) == []
