@@ -1,0 +1,162 @@
+"""From level pixels to tile pixels: area averages with the right scale and phase.
+
+An output pixel is the mean of the level pixels under it, each weighted by the area that is
+covered, so nothing aliases and nothing drifts. Scales of a whole number on whole positions go
+through OpenCV's exact integer path; everything else through two banded matrix products, which
+cost about as much as decoding and leave the GIL free.
+"""
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+
+Pixels = npt.NDArray[np.uint8]
+
+# Positions are kept to 1/64 pixel: finer changes no grey level and would defeat the cache of
+# weights.
+PHASE_STEPS = 64
+# Below this many multiplications BLAS stays on the calling thread. Our threads are the
+# parallelism; more of them would fight over the cores.
+_SINGLE_THREAD_PRODUCT = 200_000
+
+# OpenCV has a pool of its own, which would do the same.
+cv2.setNumThreads(1)
+
+
+def resample(
+    pixels: Pixels,
+    *,
+    offset: tuple[float, float],
+    scale: tuple[float, float],
+    size: tuple[int, int],
+) -> Pixels:
+    """Area average of a rectangle of pixels.
+
+    Args:
+        pixels: (H, W, 3) or (H, W) uint8; must cover the rectangle.
+        offset: (x, y) of the rectangle's corner in ``pixels``, fractions allowed.
+        scale: (x, y) pixels per output pixel. Below 1 the result is interpolated linearly.
+        size: (width, height) of the result.
+
+    Returns:
+        (height, width, 3) or (height, width) uint8; may be a view of ``pixels``.
+    """
+    offset = (_on_grid(offset[0]), _on_grid(offset[1]))
+    factor = whole_factor(offset, scale, size)
+    if factor is not None:
+        x, y = int(offset[0]), int(offset[1])
+        crop = pixels[y : y + size[1] * factor[1], x : x + size[0] * factor[0]]
+        if factor == (1, 1):
+            return crop
+        return np.asarray(cv2.resize(crop, size, interpolation=cv2.INTER_AREA), dtype=np.uint8)
+    return _banded(pixels, offset, scale, size)
+
+
+def _on_grid(position: float) -> float:
+    return round(position * PHASE_STEPS) / PHASE_STEPS
+
+
+def whole_factor(
+    offset: tuple[float, float], scale: tuple[float, float], size: tuple[int, int]
+) -> tuple[int, int] | None:
+    """The (x, y) scale as whole numbers if no pixel would notice the rounding, else None."""
+    factors = []
+    for start, value, count in zip(offset, scale, size, strict=True):
+        whole = round(value)
+        drift = abs(value - whole) * count
+        if whole < 1 or start != round(start) or drift > 1 / PHASE_STEPS:
+            return None
+        factors.append(whole)
+    return factors[0], factors[1]
+
+
+def _banded(
+    pixels: Pixels, offset: tuple[float, float], scale: tuple[float, float], size: tuple[int, int]
+) -> Pixels:
+    """Rows, then columns; float32 in between."""
+    height, width = pixels.shape[:2]
+    channels = 1 if pixels.ndim == 2 else pixels.shape[2]
+    source = pixels.reshape(height, width * channels).astype(np.float32)
+    rows = np.empty((size[1], width * channels), np.float32)
+    for out, taken, weights in _bands(offset[1], scale[1], size[1], height, 1, width * channels):
+        np.matmul(weights, source[taken], out=rows[out])
+    result = np.empty((size[1], size[0] * channels), np.float32)
+    for out, taken, weights in _bands(offset[0], scale[0], size[0], width, channels, size[1]):
+        result[:, out] = rows[:, taken] @ weights.T
+    # Rounds to nearest and saturates.
+    whole = np.asarray(cv2.convertScaleAbs(result), dtype=np.uint8)
+    return whole.reshape((size[1], size[0]) if pixels.ndim == 2 else (size[1], size[0], channels))
+
+
+_Band = tuple[slice, slice, npt.NDArray[np.float32]]
+
+
+@lru_cache(maxsize=512)
+def _bands(
+    offset: float, scale: float, count: int, length: int, channels: int, columns: int
+) -> tuple[_Band, ...]:
+    """The weights of one axis as small dense blocks along the diagonal.
+
+    Args:
+        offset: Where the first output begins, in input pixels.
+        scale: Input pixels per output pixel.
+        count: Output pixels.
+        length: Input pixels there are.
+        channels: Interleaved values per pixel.
+        columns: Vectors that the blocks will be multiplied with; decides the block size.
+
+    Returns:
+        (output slice, input slice, weights (outputs, inputs)) blocks, slices in values.
+    """
+    weigh: Callable[..., npt.NDArray[np.float64]] = _area_weights if scale >= 1 else _linear_weights
+    step = _block_size(scale, channels, columns)
+    bands = []
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        start = offset + first * scale
+        stop = offset + last * scale
+        low = min(max(math.floor(start) - 1, 0), length - 1)
+        high = max(min(math.ceil(stop) + 1, length), low + 1)
+        weights = weigh(start - low, scale, last - first, high - low)
+        # What lies beyond the pixels given is as the last pixel: only float dust ever does.
+        weights /= weights.sum(axis=1, keepdims=True)
+        dense: Any = np.kron(weights, np.eye(channels)) if channels > 1 else weights
+        bands.append(
+            (
+                slice(first * channels, last * channels),
+                slice(low * channels, high * channels),
+                np.ascontiguousarray(dense, dtype=np.float32),
+            )
+        )
+    return tuple(bands)
+
+
+def _block_size(scale: float, channels: int, columns: int) -> int:
+    """Largest block that BLAS does not spread over threads."""
+    step = 16
+    while step > 1 and step * channels * (step * scale + 3) * channels * columns > (
+        _SINGLE_THREAD_PRODUCT
+    ):
+        step -= 1
+    return step
+
+
+def _area_weights(start: float, scale: float, count: int, length: int) -> npt.NDArray[np.float64]:
+    """Overlap of output pixel i with input pixel k, (count, length)."""
+    edges = start + scale * np.arange(count + 1)[:, None]
+    covered = np.clip(edges - np.arange(length)[None, :], 0.0, 1.0)
+    return np.diff(covered, axis=0)
+
+
+def _linear_weights(start: float, scale: float, count: int, length: int) -> npt.NDArray[np.float64]:
+    """Linear interpolation between pixel centres, (count, length)."""
+    centres = start + scale * (np.arange(count) + 0.5)
+    centres = np.clip(centres, 0.5, length - 0.5)
+    distance = np.abs(centres[:, None] - (np.arange(length)[None, :] + 0.5))
+    weights: npt.NDArray[np.float64] = np.maximum(1.0 - distance, 0.0)
+    return weights

@@ -1,0 +1,165 @@
+"""The small interface behind which every kind of slide file is read, and OpenSlide behind it.
+
+A source speaks level pixels: (x, y) counted from the level's corner, whole numbers, any
+rectangle, also one that leaves the level. What lies outside the level or the scanned area comes
+back in the slide's background colour.
+"""
+
+import ctypes
+import logging
+import threading
+from pathlib import Path
+from typing import Protocol
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import openslide
+from openslide import lowlevel
+
+from bioptimus.errors import SlideReadError
+
+log = logging.getLogger(__name__)
+
+Pixels = npt.NDArray[np.uint8]
+Colour = tuple[int, int, int]
+
+WHITE: Colour = (255, 255, 255)
+_OPAQUE = np.uint32(0xFF000000)
+# A row of blocks of 448 px reads fits; measured, more buys nothing.
+_CACHE_BYTES = 64 << 20
+
+
+class PixelSource(Protocol):
+    """Reads rectangles of a level. Every method may be called from any thread."""
+
+    name: str
+
+    def read(self, level: int, x: int, y: int, width: int, height: int) -> Pixels:
+        """RGB (height, width, 3), composited on the background colour.
+
+        Raises:
+            SlideReadError: A pixel could not be decoded.
+        """
+
+    def read_opaque(
+        self, level: int, x: int, y: int, width: int, height: int
+    ) -> tuple[Pixels, Pixels]:
+        """As :meth:`read`, with (height, width) uint8: how much of each pixel was scanned.
+
+        Raises:
+            SlideReadError: A pixel could not be decoded.
+        """
+
+    def close(self) -> None:
+        """Release files. Twice is fine."""
+
+
+class OpenSlideSource:
+    """Pixels through OpenSlide.
+
+    An error makes a handle useless: every later read repeats it. So the handle is replaced after
+    an error, and the read tried once more.
+
+    Args:
+        path: The slide.
+        handle: An open handle; this object owns it from now on.
+        background: Colour of what was not scanned.
+    """
+
+    name = "openslide"
+
+    def __init__(self, path: Path, handle: openslide.OpenSlide, background: Colour) -> None:
+        self._path = path
+        self._background = background
+        self._downsamples = handle.level_downsamples
+        self._lock = threading.Lock()  # guards _handle being replaced; reads need no lock
+        self._handle: openslide.OpenSlide | None = _with_cache(handle)
+
+    def read(self, level: int, x: int, y: int, width: int, height: int) -> Pixels:
+        """RGB (height, width, 3) of a rectangle in level pixels.
+
+        Raises:
+            SlideReadError: OpenSlide failed, also after one reopening.
+        """
+        return _composite(self._read_raw(level, x, y, width, height), self._background)
+
+    def read_opaque(
+        self, level: int, x: int, y: int, width: int, height: int
+    ) -> tuple[Pixels, Pixels]:
+        """RGB and the share of each pixel that was scanned, 0 to 255.
+
+        Raises:
+            SlideReadError: OpenSlide failed, also after one reopening.
+        """
+        raw = self._read_raw(level, x, y, width, height)
+        return _composite(raw, self._background), np.ascontiguousarray(raw[..., 3])
+
+    def _read_raw(self, level: int, x: int, y: int, width: int, height: int) -> Pixels:
+        """Premultiplied BGRA (height, width, 4)."""
+        # OpenSlide wants the corner in level-0 pixels and divides by its own downsample.
+        downsample = self._downsamples[level]
+        corner = (round(x * downsample), round(y * downsample))
+        pixels = np.empty((height, width, 4), np.uint8)
+        target = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint32))
+        handle = self._current()
+        try:
+            lowlevel._read_region(handle._osr, target, *corner, level, width, height)
+        except openslide.OpenSlideError as first:
+            log.debug("%s: %s; reopening", self._path.name, first)
+            try:
+                handle = self._reopen(handle)
+                lowlevel._read_region(handle._osr, target, *corner, level, width, height)
+            except openslide.OpenSlideError as exc:
+                self._reopen_quietly(handle)
+                raise SlideReadError(
+                    f"{self._path.name}: level {level} at ({corner[0]}, {corner[1]}) cannot be "
+                    f"decoded ({exc}); the file is damaged there, copy it again from the source"
+                ) from exc
+        return pixels
+
+    def _current(self) -> openslide.OpenSlide:
+        handle = self._handle
+        if handle is None:
+            raise SlideReadError(f"{self._path.name}: was closed; open it again to read from it")
+        return handle
+
+    def _reopen(self, failed: openslide.OpenSlide) -> openslide.OpenSlide:
+        """A working handle in place of one that failed; the first thread to come replaces it.
+
+        The old handle is dropped, not closed: another thread may be reading through it.
+        """
+        with self._lock:
+            if self._handle is failed:
+                self._handle = _with_cache(openslide.OpenSlide(self._path))
+            return self._current()
+
+    def _reopen_quietly(self, failed: openslide.OpenSlide) -> None:
+        """Leave a working handle to the next read, if the file can still be opened."""
+        try:
+            self._reopen(failed)
+        except openslide.OpenSlideError as exc:
+            log.debug("%s: cannot be opened again: %s", self._path.name, exc)
+
+    def close(self) -> None:
+        """Drop the handle; it is closed when the last read through it has returned."""
+        with self._lock:
+            self._handle = None
+
+
+def _with_cache(handle: openslide.OpenSlide) -> openslide.OpenSlide:
+    handle.set_cache(openslide.OpenSlideCache(_CACHE_BYTES))
+    return handle
+
+
+def _composite(raw: Pixels, background: Colour) -> Pixels:
+    """Premultiplied BGRA over a colour, as RGB."""
+    if raw.size == 0 or raw.view(np.uint32).min() >= _OPAQUE:
+        return np.asarray(cv2.cvtColor(raw, cv2.COLOR_BGRA2RGB), dtype=np.uint8)
+    clear = 255 - raw[..., 3:].astype(np.uint16)
+    rgb = raw[..., 2::-1].astype(np.uint16)
+    if background == WHITE:
+        rgb += clear
+    else:
+        rgb += (clear * np.array(background, np.uint16) + 127) // 255
+    return np.minimum(rgb, 255).astype(np.uint8)

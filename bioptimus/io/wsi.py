@@ -1,0 +1,423 @@
+"""Slides: metadata, scale, tiles and coarse pictures of one whole-slide image.
+
+Everything the rest of the package wants from a slide file is here::
+
+    with Slide.open(path) as slide:
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        reader = slide.tile_reader(spec)
+        pixels = reader.read(grid[0])
+"""
+
+import hashlib
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import openslide
+
+from bioptimus.errors import SlideOpenError, SlideReadError
+from bioptimus.io.blocks import Indices, block_shape, blocks_of
+from bioptimus.io.levels import LevelChoice, choose_level, finer_levels
+from bioptimus.io.resample import resample
+from bioptimus.io.resolution import Resolution, claims_from_properties, decide
+from bioptimus.io.sources import WHITE, Colour, OpenSlideSource, PixelSource
+from bioptimus.tiles import Tile, TileGrid, TileSpec
+
+log = logging.getLogger(__name__)
+
+Pixels = npt.NDArray[np.uint8]
+
+# Side of the squares of level pixels that a coarse image is put together from: 12 MiB of RGB.
+_STRIP_PX = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """How a slide is to be read.
+
+    Attributes:
+        mpp_override: µm/px that wins over everything the file says.
+        mpp_fallback: µm/px for files that say nothing plausible.
+        reader: ``openslide`` forbids the faster readers.
+        icc: ``srgb`` converts through the embedded colour profile, where there is one.
+        allow_upsample: Read slides that are coarser than the tiles wanted.
+    """
+
+    mpp_override: float | None = None
+    mpp_fallback: float | None = None
+    reader: Literal["auto", "openslide"] = "auto"
+    icc: Literal["none", "srgb"] = "none"
+    allow_upsample: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoarseImage:
+    """The whole slide at a coarse scale.
+
+    Attributes:
+        pixels: RGB (H, W, 3) uint8 on the slide's background colour.
+        opaque: (H, W) uint8, 0 to 255: how much of each pixel was scanned.
+        downsample: (x, y) level-0 pixels per pixel.
+        level: Level that was read.
+    """
+
+    pixels: Pixels
+    opaque: Pixels
+    downsample: tuple[float, float]
+    level: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Metadata:
+    """What is copied from the file on opening, so that a dead handle takes nothing with it."""
+
+    vendor: str
+    level_dimensions: tuple[tuple[int, int], ...]
+    properties: Mapping[str, str]
+    has_icc: bool
+
+
+class Slide:
+    """An open slide. Made by :meth:`open`; a context manager.
+
+    Every method may be called from any thread. Positions are level-0 pixels counted from the
+    slide's corner, never from its bounds.
+
+    Attributes:
+        path: The file.
+        name: Its file name.
+        vendor: OpenSlide's name of the format.
+        dimensions: (width, height) of level 0.
+        level_dimensions: (width, height) of each level.
+        level_downsamples: (x, y) level-0 pixels per pixel of each level.
+        properties: As OpenSlide names them.
+        resolution: The scale, every claim about it, and which one won.
+        objective_power: The scanner's nominal lens.
+        background: (r, g, b) of what was not scanned.
+        bounds: (x, y, width, height) of the scanned area in level-0 pixels, if the file tells.
+        has_icc: Whether there is a colour profile.
+        warnings: What a user should know, one sentence each.
+        size_files: The file and its companions.
+    """
+
+    def __init__(
+        self, path: Path, options: OpenOptions, metadata: _Metadata, source: PixelSource
+    ) -> None:
+        self.path = path
+        self.name = path.name
+        self.vendor = metadata.vendor
+        self.properties = metadata.properties
+        self.has_icc = metadata.has_icc
+        self.level_dimensions = metadata.level_dimensions
+        self.dimensions = metadata.level_dimensions[0]
+        self.level_downsamples = tuple(
+            (self.dimensions[0] / width, self.dimensions[1] / height)
+            for width, height in metadata.level_dimensions
+        )
+        claims = claims_from_properties(metadata.properties)
+        self.objective_power = claims.objective_power
+        self.resolution: Resolution = decide(
+            self.name,
+            claims,
+            mpp_override=options.mpp_override,
+            mpp_fallback=options.mpp_fallback,
+        )
+        self.background = _background(metadata.properties)
+        self.bounds = _bounds(metadata.properties)
+        self.warnings: list[str] = list(self.resolution.warnings)
+        self.size_files = _companions(path, metadata.vendor)
+        self._options = options
+        self._source = source
+
+    @classmethod
+    def open(cls, path: Path, options: OpenOptions | None = None) -> Self:
+        """Open a slide.
+
+        Args:
+            path: The slide's file; of a DICOM series, any of its files.
+            options: How it is to be read.
+
+        Returns:
+            The slide. Its scale may be unknown: :attr:`mpp` raises then, this method does not.
+
+        Raises:
+            SlideOpenError: The file is missing, empty, truncated or no slide.
+            UsageError: The mpp options are not plausible.
+        """
+        path = Path(path)
+        options = options or OpenOptions()
+        if not path.exists():
+            raise SlideOpenError(f"{path}: no such file; check the path")
+        try:
+            handle = openslide.OpenSlide(path)
+            metadata = _copy_metadata(handle)
+        except openslide.OpenSlideError as exc:
+            raise SlideOpenError(f"{path.name}: cannot be opened ({exc})") from exc
+        source = OpenSlideSource(path, handle, _background(metadata.properties))
+        return cls(path, options, metadata, source)
+
+    @property
+    def mpp(self) -> tuple[float, float]:
+        """(x, y) µm per level-0 pixel.
+
+        Raises:
+            ResolutionError: The file does not tell and no option did.
+        """
+        return self.resolution.mpp
+
+    @property
+    def reader(self) -> str:
+        """What reads the tiles: ``tiff``, ``openslide`` or ``tifffile``."""
+        return self._source.name
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk, companions included."""
+        return sum(file.stat().st_size for file in self.size_files)
+
+    @property
+    def quickhash(self) -> str:
+        """An identity that survives renaming: OpenSlide's, or one over the size and samples."""
+        return self.properties.get("openslide.quickhash-1") or _sample_hash(self.path)
+
+    def tile_reader(self, spec: TileSpec) -> "TileReader":
+        """A reader of tiles of one size and scale.
+
+        Raises:
+            ResolutionError: The slide's scale is unknown, or coarser than the tiles' and
+                upsampling was not allowed.
+        """
+        mpp = self.mpp
+        choice = choose_level(
+            self.level_downsamples,
+            (spec.mpp / mpp[0], spec.mpp / mpp[1]),
+            name=self.name,
+            allow_upsample=self._options.allow_upsample,
+        )
+        return TileReader(self, self._source, spec, choice)
+
+    def coarse_image(self, mpp: float = 8.0) -> CoarseImage:
+        """The slide at about ``mpp`` µm/px, the scale at which tissue is looked for.
+
+        A level that cannot be decoded is replaced by the next finer one.
+
+        Raises:
+            ResolutionError: The slide's scale is unknown.
+            SlideReadError: No level could be decoded.
+        """
+        return self._coarse((mpp / self.mpp[0], mpp / self.mpp[1]))
+
+    def thumbnail(self, max_px: int = 1024) -> CoarseImage:
+        """The slide with its longer side at most ``max_px``; needs no µm/px.
+
+        Raises:
+            SlideReadError: No level could be decoded.
+        """
+        downsample = max(1.0, max(self.dimensions) / max_px)
+        return self._coarse((downsample, downsample))
+
+    def _coarse(self, wanted: tuple[float, float]) -> CoarseImage:
+        wanted = (max(1.0, wanted[0]), max(1.0, wanted[1]))
+        best = choose_level(self.level_downsamples, wanted, name=self.name, allow_upsample=True)
+        failure: SlideReadError | None = None
+        for level in finer_levels(self.level_downsamples, best.level):
+            try:
+                return self._coarse_from(level, wanted)
+            except SlideReadError as exc:
+                failure = failure or exc
+                log.warning("%s: level %d is damaged, no coarse picture from it", self.name, level)
+        assert failure is not None
+        raise failure
+
+    def _coarse_from(self, level: int, wanted: tuple[float, float]) -> CoarseImage:
+        """Put the picture together square by square; memory does not grow with the level."""
+        width, height = self.level_dimensions[level]
+        ratio = [w / d for w, d in zip(wanted, self.level_downsamples[level], strict=True)]
+        # A level that is nearly the scale wanted is taken as it is.
+        size = [
+            length if abs(by - 1) <= 0.02 else max(1, round(length / by))
+            for length, by in zip((width, height), ratio, strict=True)
+        ]
+        scale = (width / size[0], height / size[1])
+        pixels = np.empty((size[1], size[0], 3), np.uint8)
+        opaque = np.empty((size[1], size[0]), np.uint8)
+        step = (max(1, int(_STRIP_PX / scale[0])), max(1, int(_STRIP_PX / scale[1])))
+        for top in range(0, size[1], step[1]):
+            rows = min(step[1], size[1] - top)
+            for left in range(0, size[0], step[0]):
+                columns = min(step[0], size[0] - left)
+                window, offset = _window((left * scale[0], top * scale[1]), scale, (columns, rows))
+                rgb, alpha = self._source.read_opaque(level, *window)
+                place = np.s_[top : top + rows, left : left + columns]
+                part = (columns, rows)
+                pixels[place] = resample(rgb, offset=offset, scale=scale, size=part)
+                opaque[place] = resample(alpha, offset=offset, scale=scale, size=part)
+        return CoarseImage(
+            pixels=pixels,
+            opaque=opaque,
+            downsample=(self.dimensions[0] / size[0], self.dimensions[1] / size[1]),
+            level=level,
+        )
+
+    def close(self) -> None:
+        """Release the file. Reads that are under way end well; twice is fine."""
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class TileReader:
+    """Reads the tiles of one slide at one size and scale. Made by :meth:`Slide.tile_reader`.
+
+    Every method may be called from any thread.
+
+    Attributes:
+        level: Level that is read.
+        level_downsample: (x, y) level-0 pixels per pixel of that level.
+        scale: (x, y) level pixels per tile pixel.
+        size_px: Side of a tile.
+    """
+
+    def __init__(
+        self, slide: Slide, source: PixelSource, spec: TileSpec, choice: LevelChoice
+    ) -> None:
+        self.level = choice.level
+        self.level_downsample = slide.level_downsamples[choice.level]
+        self.scale = choice.scale
+        self.size_px = spec.size_px
+        self._source = source
+        self._spec = spec
+
+    def read(self, tile: Tile) -> Pixels:
+        """Read one tile.
+
+        Args:
+            tile: Its place in level-0 pixels; may overhang the right or lower edge.
+
+        Returns:
+            RGB (size_px, size_px, 3) uint8. Outside the slide and the scanned area: the
+            slide's background colour.
+
+        Raises:
+            SlideReadError: The pixels could not be decoded, also after one reopening.
+        """
+        corner = (tile.x / self.level_downsample[0], tile.y / self.level_downsample[1])
+        window, offset = _window(corner, self.scale, (self.size_px, self.size_px))
+        pixels = self._source.read(self.level, *window)
+        tile_pixels = resample(
+            pixels, offset=offset, scale=self.scale, size=(self.size_px, self.size_px)
+        )
+        return np.ascontiguousarray(tile_pixels)
+
+    def read_block(self, tiles: Sequence[Tile]) -> list[Pixels | SlideReadError]:
+        """Read several tiles; one that cannot be read is its error, the others are pixels."""
+        results: list[Pixels | SlideReadError] = []
+        for tile in tiles:
+            try:
+                results.append(self.read(tile))
+            except SlideReadError as exc:
+                results.append(exc)
+        return results
+
+    def blocks(self, grid: TileGrid, kept: Indices) -> list[Indices]:
+        """Group tiles so that reading block by block decodes each stored tile about once.
+
+        Args:
+            grid: The lattice, made with this reader's spec.
+            kept: Grid indices of the tiles to read.
+
+        Returns:
+            Arrays of positions into ``kept``; each position is in one of them. Each array is
+            for one call of :meth:`read_block`; several threads may take arrays in this order.
+        """
+        stride = grid.stride_level0
+        shape = block_shape(
+            (stride[0] / self.level_downsample[0], stride[1] / self.level_downsample[1]),
+            (256, 256),
+        )
+        return blocks_of(kept, grid.columns, shape)
+
+
+_Window = tuple[int, int, int, int]
+
+
+def _window(
+    corner: tuple[float, float], scale: tuple[float, float], size: tuple[int, int]
+) -> tuple[_Window, tuple[float, float]]:
+    """Whole level pixels (x, y, width, height) under a rectangle, and its (x, y) offset in them."""
+    # Sums of fractions miss whole numbers by dust; a column of pixels must not hang on that.
+    dust = 1e-6
+    first = [math.floor(start + dust) for start in corner]
+    last = [
+        max(low + 1, math.ceil(start + by * count - dust))
+        for low, start, by, count in zip(first, corner, scale, size, strict=True)
+    ]
+    window = (first[0], first[1], last[0] - first[0], last[1] - first[1])
+    return window, (corner[0] - first[0], corner[1] - first[1])
+
+
+def _copy_metadata(handle: openslide.OpenSlide) -> _Metadata:
+    properties = dict(handle.properties)
+    return _Metadata(
+        vendor=properties.get("openslide.vendor", "unknown"),
+        level_dimensions=tuple(handle.level_dimensions),
+        properties=properties,
+        has_icc="openslide.icc-size" in properties,
+    )
+
+
+def _background(properties: Mapping[str, str]) -> Colour:
+    """The slide's own background colour, white if it names none."""
+    text = properties.get("openslide.background-color", "")
+    if len(text) != 6:
+        return WHITE
+    try:
+        return (int(text[0:2], 16), int(text[2:4], 16), int(text[4:6], 16))
+    except ValueError:
+        return WHITE
+
+
+def _bounds(properties: Mapping[str, str]) -> tuple[int, int, int, int] | None:
+    try:
+        x, y, width, height = (
+            int(properties[f"openslide.bounds-{key}"]) for key in ("x", "y", "width", "height")
+        )
+    except (KeyError, ValueError):
+        return None
+    return (x, y, width, height)
+
+
+def _companions(path: Path, vendor: str) -> tuple[Path, ...]:
+    """The file itself and what belongs to it."""
+    if vendor == "mirax":
+        folder = path.with_suffix("")
+        return (path, *sorted(file for file in folder.rglob("*") if file.is_file()))
+    if vendor == "dicom":
+        return tuple(sorted({path, *path.parent.glob("*.dcm")}))
+    return (path,)
+
+
+def _sample_hash(path: Path) -> str:
+    """sha256 over the size and 64 KiB from the start, the middle and the end."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for position in (0, size // 2, max(0, size - 65536)):
+            file.seek(position)
+            digest.update(file.read(65536))
+    return digest.hexdigest()

@@ -1,0 +1,85 @@
+"""Slides: what opening tells, and that tiles hold the pixels they should."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bioptimus.errors import ResolutionError, SlideOpenError, SlideReadError
+from bioptimus.io.wsi import OpenOptions, Slide
+from bioptimus.tiles import TileSpec, plan_tiles
+from tests import slides
+
+
+def test_example_slide_tells_its_scale_and_where_it_stands(example_slide: Path) -> None:
+    with Slide.open(example_slide) as slide:
+        assert slide.mpp == pytest.approx((0.499, 0.499))
+        assert slide.resolution.source.startswith("openslide")
+        assert slide.dimensions == (2220, 2967)
+        assert slide.size_bytes == example_slide.stat().st_size
+        assert len(slide.quickhash) == 64
+
+
+def test_native_tile_is_the_stored_pixels(tmp_path: Path) -> None:
+    pixels = slides.noise(700, 500)
+    path = slides.write_pyramid(tmp_path / "a.tif", pixels, mpp=0.5, factors=(1,))
+    spec = TileSpec(size_px=224, mpp=0.5)
+    with Slide.open(path) as slide:
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        tile = slide.tile_reader(spec).read(grid[1])
+    np.testing.assert_array_equal(tile, pixels[0:224, 224:448])
+
+
+def test_overhang_of_an_edge_tile_is_background(tmp_path: Path) -> None:
+    pixels = slides.noise(300, 300)
+    path = slides.write_pyramid(tmp_path / "a.tif", pixels, mpp=0.5, factors=(1,))
+    spec = TileSpec(size_px=224, mpp=0.5)
+    with Slide.open(path) as slide:
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        tile = slide.tile_reader(spec).read(grid[3])
+    np.testing.assert_array_equal(tile[:76, :76], pixels[224:, 224:])
+    assert (tile[76:] == 255).all()
+    assert (tile[:, 76:] == 255).all()
+
+
+def test_blocks_hold_every_tile_once(example_slide: Path) -> None:
+    spec = TileSpec()
+    with Slide.open(example_slide) as slide:
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        kept = np.arange(0, len(grid), 3)
+        blocks = slide.tile_reader(spec).blocks(grid, kept)
+    assert sorted(np.concatenate(blocks).tolist()) == list(range(len(kept)))
+
+
+def test_coarse_image_covers_the_whole_slide(example_slide: Path) -> None:
+    with Slide.open(example_slide) as slide:
+        coarse = slide.coarse_image(8.0)
+        height, width = coarse.pixels.shape[:2]
+        assert coarse.downsample == pytest.approx((2220 / width, 2967 / height))
+        assert coarse.downsample[0] == pytest.approx(8 / 0.499, rel=0.01)
+        assert (coarse.opaque == 255).all()
+
+
+def test_missing_file_is_an_open_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SlideOpenError, match="no such file"):
+        Slide.open(tmp_path / "x.svs")
+
+
+def test_slide_without_mpp_opens_and_names_the_flag(tmp_path: Path) -> None:
+    path = slides.write_pyramid(tmp_path / "a.tif", slides.noise(300, 300), mpp=None)
+    with Slide.open(path) as slide, pytest.raises(ResolutionError, match="--mpp-override"):
+        _ = slide.mpp
+    with Slide.open(path, OpenOptions(mpp_override=0.4)) as slide:
+        assert slide.mpp == (0.4, 0.4)
+
+
+def test_damaged_tile_is_a_read_error_and_the_next_one_still_reads(tmp_path: Path) -> None:
+    path = slides.write_svs(tmp_path / "a.svs", slides.tissue(1024, 512), mpp=0.5, factors=(1,))
+    slides.damage_tile(path, index=0)
+    spec = TileSpec(size_px=256, mpp=0.5)
+    with Slide.open(path) as slide:
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        bad, good = slide.tile_reader(spec).read_block([grid[0], grid[1]])
+    assert isinstance(bad, SlideReadError)
+    assert "a.svs" in str(bad)
+    assert isinstance(good, np.ndarray)
