@@ -1,0 +1,183 @@
+"""Bytes on disk that may fail at any time: full, stale, gone. No HDF5 in here.
+
+Network file systems lose a request now and then (ESTALE, EIO); such a read or write is tried a
+few times more. A failed fsync is not: the kernel has then dropped the very pages it could not
+write, and a second fsync would report success over them.
+"""
+
+import errno
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self, TypeVar
+
+from bioptimus.errors import OutputError
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+TRANSIENT_ERRORS = frozenset({errno.ESTALE, errno.EIO})
+RETRY_DELAYS_S = (0.1, 1.0, 5.0)
+
+fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has none
+
+
+class DiskFile:
+    """A file written and read at offsets.
+
+    Owner: whoever opened it; one thread at a time.
+    """
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        """Open a file for reading and writing.
+
+        Args:
+            path: The file.
+            create: Make it; it must not be there yet.
+        """
+        self.path = path
+        self._fd = _open_file(path, create=create)
+
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        """Put bytes at an offset, all of them."""
+
+        def put() -> None:
+            view = memoryview(data).cast("B")
+            at = offset
+            while view:
+                count = os.pwrite(self._fd, view, at)
+                view = view[count:]
+                at += count
+
+        self._retry(put)
+
+    def read(self, count: int, offset: int) -> bytes:
+        """Bytes at an offset; fewer only at the end of the file."""
+
+        def get() -> bytes:
+            pieces: list[bytes] = []
+            missing = count
+            while missing:
+                piece = os.pread(self._fd, missing, offset + count - missing)
+                if not piece:
+                    break
+                pieces.append(piece)
+                missing -= len(piece)
+            return b"".join(pieces)
+
+        return self._retry(get)
+
+    def truncate(self, size: int) -> None:
+        """Set the size; what is added reads as zeros."""
+        os.ftruncate(self._fd, size)
+
+    def size(self) -> int:
+        """Size in bytes."""
+        return os.fstat(self._fd).st_size
+
+    def sync(self) -> None:
+        """Return when the bytes would survive a loss of power."""
+        fdatasync(self._fd)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether ``path`` still names this very file."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), path.stat())
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close; again is allowed."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _retry(self, action: Callable[[], _T]) -> _T:
+        return retry(action, name=self.path.name, on_stale=self._reopen)
+
+    def _reopen(self) -> None:
+        """A stale handle stays stale; only opening the path again helps."""
+        fd = _open_file(self.path, create=False)
+        self.close()
+        self._fd = fd
+
+
+def _open_file(path: Path, *, create: bool) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
+    return os.open(path, flags, 0o666)
+
+
+def retry(action: Callable[[], _T], *, name: str, on_stale: Callable[[], None] | None = None) -> _T:
+    """Run an action that may be run twice, again after a transient error.
+
+    Args:
+        action: What to do; raises ``OSError``.
+        name: File name for the log.
+        on_stale: Called after ESTALE and the wait, before the next try.
+
+    Raises:
+        OSError: The error is not transient, or came at each of the tries.
+    """
+    for delay in RETRY_DELAYS_S:
+        try:
+            return action()
+        except OSError as exc:
+            if exc.errno not in TRANSIENT_ERRORS:
+                raise
+            _log.warning("%s: %s; trying again in %g s", name, exc.strerror, delay)
+            time.sleep(delay)
+            if exc.errno == errno.ESTALE and on_stale is not None:
+                on_stale()
+    return action()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in this folder survive a loss of power, where the file system can."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as exc:
+        # Some network and FUSE file systems cannot sync a folder; the rename stands anyway.
+        if exc.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(fd)
+
+
+def temporary_beside(part: Path) -> Path:
+    """A new name beside a part: not a final one, not the part's, and no other process's."""
+    return part.with_name(f"{part.name}.{secrets.token_hex(4)}")
+
+
+def temporaries_beside(part: Path) -> list[Path]:
+    """What killed processes left of :func:`temporary_beside`."""
+    prefix = part.name + "."
+    return [
+        part.parent / name
+        for name in os.listdir(part.parent)
+        if name.startswith(prefix) and len(name) == len(prefix) + 8
+    ]
+
+
+@contextmanager
+def output_errors(path: Path, doing: str, *, advice: str) -> Iterator[None]:
+    """Turn the OS's errors into ours, with its words.
+
+    Raises:
+        OutputError: In place of any ``OSError``.
+    """
+    try:
+        yield
+    except OSError as exc:
+        words = exc.strerror or str(exc)
+        raise OutputError(f"{path}: {doing}: {words}; {advice}") from exc

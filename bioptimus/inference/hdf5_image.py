@@ -1,0 +1,196 @@
+"""A finished HDF5 file, made without letting HDF5 touch the disk.
+
+When a write fails, say on a full disk, the HDF5 library cannot close its file any more and later
+aborts the process: every other slide of the night would die with this one. So the library writes
+its structure to memory, with the space for the rows set aside but not filled; structure and rows
+are then put on disk by our own code, whose errors are ordinary.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from bioptimus.inference.disk import DiskFile
+from bioptimus.inference.layout import AttributeValue, to_json
+
+_PAGE_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 20
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+FAILED_TILES_DTYPE = np.dtype(
+    [
+        ("x", "<i8"),
+        ("y", "<i8"),
+        ("stage", h5py.string_dtype()),
+        ("reason", h5py.string_dtype()),
+    ]
+)
+
+
+class _MemoryFile(io.RawIOBase):
+    """A file-like object for h5py that keeps only the pages that were written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages: dict[int, bytearray] = {}
+        self.end = 0
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.end}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def truncate(self, size: int | None = None) -> int:
+        self.end = self._at if size is None else size
+        return self.end
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            page, start = divmod(self._at, _PAGE_BYTES)
+            count = min(_PAGE_BYTES - start, len(view) - done)
+            bytes_ = self.pages.setdefault(page, bytearray(_PAGE_BYTES))
+            bytes_[start : start + count] = view[done : done + count]
+            done += count
+            self._at += count
+        self.end = max(self.end, self._at)
+        return done
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = max(0, min(len(view), self.end - self._at))
+        done = 0
+        while done < wanted:
+            page, start = divmod(self._at, _PAGE_BYTES)
+            count = min(_PAGE_BYTES - start, wanted - done)
+            found = self.pages.get(page, bytes(_PAGE_BYTES))
+            view[done : done + count] = found[start : start + count]
+            done += count
+            self._at += count
+        return done
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows [first, last) of a dataset lie at ``offset``, in bytes."""
+
+    dataset: str
+    first: int
+    last: int
+    offset: int
+
+
+class HDF5Image:
+    """An HDF5 file in the making: structure in memory, room for rows.
+
+    Use as a context manager; call :meth:`write_to` after the ``with`` block.
+    """
+
+    def __init__(self) -> None:
+        self._memory = _MemoryFile()
+        self._chunks: list[_Chunk] = []
+
+    def __enter__(self) -> "HDF5Image":
+        self.file = h5py.File(self._memory, "w")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def add_rows(self, name: str, *, shape: tuple[int, int], dtype: str) -> None:
+        """Set room aside for rows that :meth:`write_to` will ask for."""
+        rows, columns = shape
+        width = columns * np.dtype(dtype).itemsize
+        per_chunk = max(1, min(rows, CHUNK_BYTES // width))
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        if rows:
+            creation.set_chunk((per_chunk, columns))
+            creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        dataset = h5py.h5d.create(
+            self.file.id,
+            name.encode(),
+            h5py.h5t.py_create(np.dtype(dtype)),
+            h5py.h5s.create_simple(shape),
+            creation,
+        )
+        for first in range(0, rows, per_chunk):
+            info = dataset.get_chunk_info_by_coord((first, 0))
+            last = min(first + per_chunk, rows)
+            self._chunks.append(_Chunk(name, first, last, info.byte_offset))
+
+    def add_array(self, name: str, values: npt.NDArray[Any], *, compress: bool = False) -> None:
+        """A small dataset with its values."""
+        per_chunk = max(1, CHUNK_BYTES // max(1, values[:1].nbytes))
+        chunks = (min(len(values), per_chunk), *values.shape[1:]) if values.size else None
+        packed = {"compression": "gzip", "shuffle": True} if compress and values.size else {}
+        self.file.create_dataset(name, data=values, chunks=chunks, **packed)
+
+    def add_names(self, name: str, values: Sequence[str]) -> None:
+        """A dataset of UTF-8 strings."""
+        self.file.create_dataset(name, data=np.array(values, object), dtype=h5py.string_dtype())
+
+    def set_attributes(
+        self, values: Mapping[str, AttributeValue], *, dataset: str | None = None
+    ) -> None:
+        """Set attributes of the root or of a dataset; mappings as JSON text, None left out."""
+        target = self.file if dataset is None else self.file[dataset]
+        for key, value in values.items():
+            if value is not None:
+                target.attrs[key] = _attribute(value)
+
+    def write_to(
+        self, disk: DiskFile, rows: Callable[[str, int, int], npt.NDArray[np.floating[Any]]]
+    ) -> None:
+        """Put the file on disk, its signature last: until then it is no HDF5 file.
+
+        Args:
+            disk: An empty file.
+            rows: (dataset, first, last) → those rows.
+
+        Raises:
+            OSError: The file system refuses.
+        """
+        # Structure before rows: a page may reach into the room that is the rows'.
+        for page, content in self._memory.pages.items():
+            start = page * _PAGE_BYTES
+            skip = len(_SIGNATURE) if page == 0 else 0
+            length = min(_PAGE_BYTES, self._memory.end - start)
+            if length > 0:
+                disk.write(memoryview(content)[skip:length], start + skip)
+        for chunk in self._chunks:
+            block = np.ascontiguousarray(rows(chunk.dataset, chunk.first, chunk.last))
+            disk.write(block.data.cast("B"), chunk.offset)
+        disk.truncate(self._memory.end)
+        disk.write(_SIGNATURE, 0)
+
+
+def _attribute(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return to_json(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Sequence):
+        if all(isinstance(item, str) for item in value):
+            return np.array([str(item) for item in value], dtype=h5py.string_dtype())
+        return np.array(value)
+    return value

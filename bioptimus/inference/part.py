@@ -1,0 +1,296 @@
+"""The unfinished file, ``x.h5.part``: rows at fixed places, so that nothing can tear it.
+
+HDF5 keeps its structure in memory until it is closed, so a killed process leaves a file that
+cannot be opened; worse, the library aborts the process when a write fails on a full disk. A part
+is therefore no HDF5 at all: a header, one state byte per row, then the rows, each at an offset
+known from its number. It has its full size from the start (a sparse file where the file system
+can) and comes into being by a rename. Nothing in it ever moves.
+
+A row's state is set after its data. ``WRITTEN`` rows are safe against the death of the process;
+after a crash of the machine the kernel may have kept the state and lost the data, so they count
+only while the machine has not been started anew. ``DURABLE`` is set after an fsync and counts
+always.
+"""
+
+import errno
+import itertools
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from bioptimus.inference.disk import (
+    DiskFile,
+    sync_folder,
+    temporaries_beside,
+    temporary_beside,
+)
+from bioptimus.inference.layout import differences, to_json
+
+_MAGIC = b"bioptimus part1\n"
+_LENGTH_AT = 16
+_BOOT_AT = 24
+_BOOT_BYTES = 64
+_HEADER_AT = 128
+_ALIGNMENT = 4096
+
+PENDING, WRITTEN, DURABLE = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """What one row holds and for how many rows.
+
+    Attributes:
+        rows: Number of rows.
+        columns: Dataset → values per row.
+        dtype: ``float32`` or ``float16``, of every dataset.
+        coords_crc: Checksum of the tile positions, as a guard beside the digest.
+    """
+
+    rows: int
+    columns: dict[str, int]
+    dtype: str
+    coords_crc: int
+
+    def row_bytes(self, name: str) -> int:
+        """Bytes of one row of a dataset."""
+        return self.columns[name] * np.dtype(self.dtype).itemsize
+
+
+class PartFile:
+    """Rows of an unfinished result.
+
+    Owner: one writer in one thread. Two processes on one part write equal bytes to equal places,
+    so they waste work and break nothing.
+
+    Attributes:
+        path: ``x.h5.part``.
+        layout: Number and kind of the rows.
+        state: State of each row, uint8 (N,).
+    """
+
+    def __init__(self, path: Path, layout: RowLayout, file: DiskFile, header_bytes: int) -> None:
+        """Use :meth:`create` or :meth:`resume`."""
+        self.path = path
+        self.layout = layout
+        self._file = file
+        self._state_at = _aligned(_HEADER_AT + header_bytes)
+        self._data_at = _offsets(layout, self._state_at)
+        self.state: npt.NDArray[np.uint8] = np.zeros(layout.rows, np.uint8)
+
+    @classmethod
+    def create(
+        cls, path: Path, layout: RowLayout, *, digest: str, parameters: Mapping[str, Any]
+    ) -> Self:
+        """Make an empty part, in place of any that is there.
+
+        Raises:
+            OSError: The file system refuses.
+        """
+        for leftover in temporaries_beside(path):
+            leftover.unlink(missing_ok=True)
+        header = to_json(
+            {"digest": digest, "parameters": parameters, "layout": vars(layout)}
+        ).encode()
+        temporary = temporary_beside(path)
+        file = DiskFile(temporary, create=True)
+        try:
+            part = cls(path, layout, file, len(header))
+            file.write(_MAGIC + len(header).to_bytes(8, "little") + _boot_id(), 0)
+            file.write(header, _HEADER_AT)
+            file.truncate(part._size())
+            file.sync()
+            temporary.rename(path)
+            file.path = path
+            sync_folder(path.parent)
+        except BaseException:
+            file.close()
+            temporary.unlink(missing_ok=True)
+            raise
+        return part
+
+    @classmethod
+    def resume(
+        cls, path: Path, layout: RowLayout, *, digest: str, parameters: Mapping[str, Any]
+    ) -> Self | str | None:
+        """Open the part that a stopped run left.
+
+        Returns:
+            The part; None where there is none; a reason why it cannot be continued.
+
+        Raises:
+            OSError: It is there and the file system does not let us open it.
+        """
+        try:
+            file = DiskFile(path)
+        except FileNotFoundError:
+            return None
+        try:
+            found = _read_header(file)
+            reason = _why_not(found, layout, digest=digest, parameters=parameters)
+            if reason is None:
+                part = cls(path, layout, file, found["header_bytes"])
+                if file.size() != part._size():
+                    reason = "its size is not what its header says"
+            if reason is not None:
+                file.close()
+                return reason
+            part._read_state(boot=found["boot"])
+        except BaseException:
+            file.close()
+            raise
+        return part
+
+    def write_rows(
+        self, rows: npt.NDArray[np.int64], values: Mapping[str, npt.NDArray[np.floating[Any]]]
+    ) -> None:
+        """Write rows (ascending, no repeats), data first, then their states."""
+        for name, block in values.items():
+            width = self.layout.row_bytes(name)
+            view = np.ascontiguousarray(block).data.cast("B")
+            for start, stop in _runs(rows):
+                self._file.write(
+                    view[start * width : stop * width],
+                    self._data_at[name] + int(rows[start]) * width,
+                )
+        self.state[rows] = WRITTEN
+        self._write_state(int(rows[0]), int(rows[-1]) + 1)
+
+    def read_rows(self, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.floating[Any]]:
+        """Rows (ascending) of a dataset, (n, columns)."""
+        width = self.layout.row_bytes(name)
+        pieces = []
+        for start, stop in _runs(rows):
+            count = (stop - start) * width
+            piece = self._file.read(count, self._data_at[name] + int(rows[start]) * width)
+            if len(piece) != count:
+                raise OSError(errno.EIO, "the part file was cut short by somebody else")
+            pieces.append(piece)
+        data = np.frombuffer(b"".join(pieces), dtype=self.layout.dtype)
+        return data.reshape(len(rows), self.layout.columns[name])
+
+    def flush(self) -> None:
+        """Make every row written so far survive a loss of power.
+
+        Raises:
+            OSError: It could not be done; the rows since the last flush are pending again.
+        """
+        (fresh,) = np.nonzero(self.state == WRITTEN)
+        if not len(fresh):
+            return
+        first, last = int(fresh[0]), int(fresh[-1]) + 1
+        try:
+            self._file.sync()
+        except OSError:
+            self.state[fresh] = PENDING
+            self._write_state(first, last)
+            raise
+        self.state[fresh] = DURABLE
+        self._write_state(first, last)
+        self._file.sync()
+
+    def is_current(self) -> bool:
+        """Whether the path still names the part that is open here."""
+        return self._file.is_at(self.path)
+
+    def close(self) -> None:
+        """Close; again is allowed."""
+        self._file.close()
+
+    def _write_state(self, first: int, last: int) -> None:
+        self._file.write(self.state[first:last].tobytes(), self._state_at + first)
+
+    def _read_state(self, *, boot: bytes) -> None:
+        stored = self._file.read(self.layout.rows, self._state_at)
+        self.state = np.frombuffer(stored, np.uint8).copy()
+        now = _boot_id()
+        if boot != now:
+            self.state[self.state == WRITTEN] = PENDING
+            if self.layout.rows:
+                self._write_state(0, self.layout.rows)
+            # The order matters: first no untrusted row is left, then the new boot may vouch.
+            self._file.sync()
+            self._file.write(now, _BOOT_AT)
+            self._file.sync()
+
+    def _size(self) -> int:
+        ends = [
+            self._data_at[name] + self.layout.rows * self.layout.row_bytes(name)
+            for name in self.layout.columns
+        ]
+        return max([self._state_at + self.layout.rows, *ends])
+
+
+def coords_crc(coords: npt.NDArray[np.int64]) -> int:
+    """Checksum of tile positions."""
+    return zlib.crc32(np.ascontiguousarray(coords).tobytes())
+
+
+def _runs(rows: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Stretches of consecutive row numbers, as (start, stop) positions in ``rows``."""
+    if not len(rows):
+        return
+    cuts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+    yield from itertools.pairwise(cuts)
+
+
+def _offsets(layout: RowLayout, state_at: int) -> dict[str, int]:
+    offsets = {}
+    at = state_at + layout.rows
+    for name in layout.columns:
+        at = _aligned(at)
+        offsets[name] = at
+        at += layout.rows * layout.row_bytes(name)
+    return offsets
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _read_header(file: DiskFile) -> dict[str, Any]:
+    """The header as written, or an empty dict when it is none of ours."""
+    start = file.read(_HEADER_AT, 0)
+    if len(start) < _HEADER_AT or not start.startswith(_MAGIC):
+        return {}
+    length = int.from_bytes(start[_LENGTH_AT:_BOOT_AT], "little")
+    if length > file.size():
+        return {}
+    try:
+        header: dict[str, Any] = json.loads(file.read(length, _HEADER_AT))
+    except ValueError:
+        return {}
+    boot = start[_BOOT_AT : _BOOT_AT + _BOOT_BYTES]
+    return {**header, "header_bytes": length, "boot": boot}
+
+
+def _why_not(
+    found: Mapping[str, Any], layout: RowLayout, *, digest: str, parameters: Mapping[str, Any]
+) -> str | None:
+    """Why a part with this header cannot be continued; None if it can."""
+    if not found:
+        return "it is not a readable part"
+    if found["digest"] != digest:
+        words = differences(found["parameters"], parameters)
+        return words or "its digest is another"
+    return differences(found["layout"], vars(layout)) or None
+
+
+def _boot_id() -> bytes:
+    """Which start of which machine this is, padded to ``_BOOT_BYTES``.
+
+    Where the system does not say (macOS), each process counts as a start of its own, so only
+    durable rows are resumed there.
+    """
+    try:
+        words = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        words = f"{os.uname().nodename[:20]} {os.getpid()}"
+    return words.encode()[:_BOOT_BYTES].ljust(_BOOT_BYTES, b"\0")

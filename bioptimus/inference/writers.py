@@ -1,0 +1,435 @@
+"""Result files: rows go to ``x.h5.part`` in any order, a whole ``x.h5`` appears at the end.
+
+At every moment, also inside :meth:`HDF5Writer.open` and :meth:`HDF5Writer.finish`, a kill leaves
+either no part or one that the next run continues, and never a half file under the final name.
+One process writes a file at a time; claims see to that (``bioptimus.batch``).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from bioptimus.errors import OutputError, OutputMismatchError
+from bioptimus.inference.disk import (
+    DiskFile,
+    output_errors,
+    retry,
+    sync_folder,
+    temporaries_beside,
+    temporary_beside,
+)
+from bioptimus.inference.hdf5_image import FAILED_TILES_DTYPE, HDF5Image
+from bioptimus.inference.layout import (
+    FORMAT,
+    FORMAT_VERSION,
+    PART_SUFFIX,
+    WRITER_ATTRIBUTES,
+    AttributeValue,
+    differences,
+)
+from bioptimus.inference.part import PENDING, PartFile, RowLayout, coords_crc
+
+RowState = Literal["ok", "empty"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FilePlan:
+    """Everything about a result file that is known before the first row.
+
+    Attributes:
+        coords: (N, 2) int64, x and y of each planned tile's corner, level-0 pixels.
+        tissue_ratios: (N,) float32, share of each tile that is tissue.
+        embedding_dim: Values per embedding; 0 leaves ``features`` out.
+        prediction_dim: Values per prediction; 0 leaves ``predictions`` out.
+        dtype: How both are stored.
+        output_names: Names of the predicted values; empty, or ``prediction_dim`` of them.
+        input_gene_names: Genes of the bulk RNA that went in; empty if none.
+        attributes: Root attributes; mappings become JSON text.
+        coords_attributes: Attributes of ``coords``.
+        thumbnail: (H, W, 3) uint8.
+        thumbnail_downsample: (x, y) level-0 pixels per thumbnail pixel.
+        tissue_mask: (H, W) uint8, 0 or 1.
+        tissue_mask_downsample: (x, y) level-0 pixels per mask pixel.
+        digest: Names everything the rows depend on: slide, model, parameters.
+        digest_parameters: What the digest was made of, to say what differs.
+    """
+
+    coords: npt.NDArray[np.int64]
+    tissue_ratios: npt.NDArray[np.float32]
+    embedding_dim: int = 0
+    prediction_dim: int = 0
+    dtype: Literal["float32", "float16"] = "float32"
+    output_names: tuple[str, ...] = ()
+    input_gene_names: tuple[str, ...] = ()
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    coords_attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    thumbnail: npt.NDArray[np.uint8] | None = None
+    thumbnail_downsample: tuple[float, float] = (1.0, 1.0)
+    tissue_mask: npt.NDArray[np.uint8] | None = None
+    tissue_mask_downsample: tuple[float, float] = (1.0, 1.0)
+    digest: str
+    digest_parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that the parts agree.
+
+        Raises:
+            OutputError: They do not.
+        """
+        count = len(self.coords)
+        if self.coords.shape != (count, 2) or self.coords.dtype != np.int64:
+            raise OutputError(f"coords are {_kind(self.coords)}, not int64 (N, 2)")
+        if self.tissue_ratios.shape != (count,):
+            raise OutputError(f"tissue ratios are {_kind(self.tissue_ratios)} for {count} tiles")
+        if self.output_names and len(self.output_names) != self.prediction_dim:
+            raise OutputError(
+                f"{len(self.output_names)} output names for {self.prediction_dim} values"
+            )
+        if taken := WRITER_ATTRIBUTES & set(self.attributes):
+            raise OutputError(f"the writer sets the attributes {', '.join(sorted(taken))} itself")
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """Dataset → values per row, of those that the file has."""
+        dims = {"features": self.embedding_dim, "predictions": self.prediction_dim}
+        return {name: dim for name, dim in dims.items() if dim}
+
+    @property
+    def row_layout(self) -> RowLayout:
+        """What the part file must have room for."""
+        return RowLayout(
+            rows=len(self.coords),
+            columns=self.columns,
+            dtype=self.dtype,
+            coords_crc=coords_crc(self.coords),
+        )
+
+
+class PredictionWriter(Protocol):
+    """Where the pipeline puts rows. One thread writes."""
+
+    resumed_rows: int
+
+    def pending(self) -> npt.NDArray[np.int64]:
+        """Numbers of the rows still to do, ascending."""
+
+    def write_rows(
+        self,
+        rows: npt.NDArray[np.int64],
+        *,
+        embeddings: npt.NDArray[np.floating[Any]] | None,
+        predictions: npt.NDArray[np.floating[Any]] | None,
+    ) -> None:
+        """Take rows, in any order."""
+
+    def fail_tile(self, row: int, *, stage: str, reason: str) -> None:
+        """Record that a tile has no row, and why."""
+
+    def flush(self) -> None:
+        """Return when the rows taken so far would survive a loss of power."""
+
+    def finish(
+        self, *, state: RowState, attributes: Mapping[str, AttributeValue] | None = None
+    ) -> Path:
+        """Make the whole file appear under its name."""
+
+    def close(self) -> None:
+        """Stop, leaving what a later run needs to go on."""
+
+
+class HDF5Writer:
+    """Writes one result file. A context manager; leaving it early keeps the part.
+
+    Owner: one thread. Attributes may be read from others.
+
+    Attributes:
+        path: Final name.
+        resumed_rows: Rows that an earlier run had done.
+        started_anew_because: Why a part that was there could not be continued, or None.
+    """
+
+    def __init__(self, path: Path, plan: FilePlan, part: PartFile) -> None:
+        """Use :meth:`open`."""
+        self.path = path
+        self.started_anew_because: str | None = None
+        self._plan = plan
+        self._part = part
+        self._failed: dict[int, tuple[str, str]] = {}
+        self.resumed_rows = int(np.count_nonzero(part.state != PENDING))
+
+    @classmethod
+    def open(cls, path: Path, plan: FilePlan) -> Self:
+        """Continue the part of this file, or start one.
+
+        Tiles that failed in the earlier run are tried again.
+
+        Args:
+            path: Final name, ``.../x.h5``; its folder is made if missing.
+            plan: The file.
+
+        Raises:
+            OutputError: The folder cannot be made or written.
+        """
+        part_path = part_of(path)
+        digest, parameters = plan.digest, plan.digest_parameters
+        with output_errors(path, "cannot start it", advice="choose another --out"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found = PartFile.resume(
+                part_path, plan.row_layout, digest=digest, parameters=parameters
+            )
+            if isinstance(found, PartFile):
+                return cls(path, plan, found)
+            part = PartFile.create(part_path, plan.row_layout, digest=digest, parameters=parameters)
+        writer = cls(path, plan, part)
+        writer.started_anew_because = found
+        return writer
+
+    def pending(self) -> npt.NDArray[np.int64]:
+        """Numbers of the rows still to do, ascending, int64."""
+        left = self._part.state == PENDING
+        left[list(self._failed)] = False
+        return np.flatnonzero(left).astype(np.int64)
+
+    def write_rows(
+        self,
+        rows: npt.NDArray[np.int64],
+        *,
+        embeddings: npt.NDArray[np.floating[Any]] | None,
+        predictions: npt.NDArray[np.floating[Any]] | None,
+    ) -> None:
+        """Write rows; after this they survive the death of the process.
+
+        Args:
+            rows: (n,) row numbers in the plan's order, each once, in any order.
+            embeddings: (n, embedding_dim), or None where the plan has none.
+            predictions: (n, prediction_dim), or None where the plan has none.
+
+        Raises:
+            OutputError: A value is NaN or infinite (or is so as float16), the shapes are not the
+                plan's, or the disk refuses. Nothing of a refused call counts as done.
+        """
+        if not len(rows):
+            return
+        order = np.argsort(rows, kind="stable")
+        ordered = np.asarray(rows, np.int64)[order]
+        self._check_rows(ordered)
+        given = {"features": embeddings, "predictions": predictions}
+        values = {
+            name: self._checked(name, block, rows)[order]
+            for name, block in given.items()
+            if block is not None or name in self._plan.columns
+        }
+        with self._errors("cannot write rows"):
+            self._part.write_rows(ordered, values)
+
+    def fail_tile(self, row: int, *, stage: str, reason: str) -> None:
+        """Record that a tile has no row: it goes to ``failed_tiles`` when the file is finished.
+
+        Args:
+            row: Row number in the plan's order.
+            stage: ``read``, ``request``, ``forward``, ``output`` or another word for where.
+            reason: The error's words.
+        """
+        self._check_rows(np.array([row], np.int64))
+        self._failed[int(row)] = (stage, reason)
+
+    def flush(self) -> None:
+        """Return when the rows written so far would survive a loss of power.
+
+        Raises:
+            OutputError: The disk refuses; the rows since the last flush are pending again.
+        """
+        with self._errors("cannot flush"):
+            self._part.flush()
+
+    def finish(
+        self, *, state: RowState, attributes: Mapping[str, AttributeValue] | None = None
+    ) -> Path:
+        """Write the whole file beside the part, rename it to its name, remove the part.
+
+        Args:
+            state: ``empty`` for a slide without tissue, else ``ok``.
+            attributes: Root attributes known only now; they win over the plan's.
+
+        Returns:
+            The final name.
+
+        Raises:
+            OutputError: Rows are missing, or the disk refuses; the part stays.
+        """
+        if len(left := self.pending()):
+            raise OutputError(
+                f"{self.path}: {len(left)} of {len(self._plan.coords)} rows are missing"
+            )
+        if taken := WRITER_ATTRIBUTES & set(attributes or {}):
+            raise OutputError(f"the writer sets the attributes {', '.join(sorted(taken))} itself")
+        with self._errors("cannot finish it"):
+            retry(lambda: self._write_final(state, attributes or {}), name=self.path.name)
+            if self._part.is_current():
+                self._part.path.unlink(missing_ok=True)
+        self.close()
+        return self.path
+
+    def close(self) -> None:
+        """Stop; the part stays and a later run continues it. Again is allowed."""
+        self._part.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_rows(self, rows: npt.NDArray[np.int64]) -> None:
+        count = len(self._plan.coords)
+        if rows[0] < 0 or rows[-1] >= count:
+            raise OutputError(f"{self.path}: row {rows[0]} to {rows[-1]} of {count}")
+        if (np.diff(rows) == 0).any():
+            raise OutputError(f"{self.path}: a row is given twice in one call")
+
+    def _checked(
+        self, name: str, block: npt.NDArray[np.floating[Any]] | None, rows: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.floating[Any]]:
+        """The block as it will be stored, if it may be."""
+        wanted = (len(rows), self._plan.columns.get(name, 0))
+        if block is None or block.shape != wanted:
+            found = "nothing" if block is None else str(block.shape)
+            raise OutputError(f"{self.path}: {name} of shape {found}, not {wanted}")
+        with np.errstate(over="ignore"):
+            stored = block.astype(self._plan.dtype, copy=False)
+        finite = np.isfinite(stored)
+        if not finite.all():
+            place = int(np.flatnonzero(~finite.all(axis=1))[0])
+            row = int(rows[place])
+            if np.isfinite(block[place]).all():
+                raise OutputError(
+                    f"{self.path}: {name} of row {row} are too large for float16; "
+                    "use --dtype float32"
+                )
+            raise OutputError(f"{self.path}: {name} of row {row} hold NaN or Inf")
+        return stored
+
+    def _errors(self, doing: str) -> Any:
+        advice = f"what was computed is in {self._part.path.name}; run again to go on"
+        return output_errors(self.path, doing, advice=advice)
+
+    def _write_final(self, state: RowState, attributes: Mapping[str, AttributeValue]) -> None:
+        for leftover in temporaries_beside(self._part.path):
+            leftover.unlink(missing_ok=True)
+        kept = np.setdiff1d(
+            np.arange(len(self._plan.coords), dtype=np.int64),
+            np.array(list(self._failed), np.int64),
+            assume_unique=True,
+        )
+        image = self._image(kept, state, attributes)
+        temporary = temporary_beside(self._part.path)
+        try:
+            with DiskFile(temporary, create=True) as disk:
+                image.write_to(disk, lambda name, a, b: self._part.read_rows(name, kept[a:b]))
+                disk.sync()
+            temporary.rename(self.path)
+            sync_folder(self.path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def _image(
+        self,
+        kept: npt.NDArray[np.int64],
+        state: RowState,
+        attributes: Mapping[str, AttributeValue],
+    ) -> HDF5Image:
+        plan = self._plan
+        failed = [(*plan.coords[row].tolist(), *self._failed[row]) for row in sorted(self._failed)]
+        with HDF5Image() as image:
+            for name, columns in plan.columns.items():
+                image.add_rows(name, shape=(len(kept), columns), dtype=plan.dtype)
+            image.add_array("coords", plan.coords[kept])
+            image.set_attributes(plan.coords_attributes, dataset="coords")
+            image.add_array("tissue_ratios", plan.tissue_ratios[kept].astype(np.float32))
+            image.add_names("output_names", plan.output_names)
+            image.add_names("input_gene_names", plan.input_gene_names)
+            image.add_array("failed_tiles", np.array(failed, FAILED_TILES_DTYPE))
+            for name, picture, downsample in (
+                ("thumbnail", plan.thumbnail, plan.thumbnail_downsample),
+                ("tissue_mask", plan.tissue_mask, plan.tissue_mask_downsample),
+            ):
+                if picture is not None:
+                    image.add_array(name, picture, compress=True)
+                    image.set_attributes({"downsample": list(downsample)}, dataset=name)
+            image.set_attributes({**plan.attributes, **attributes})
+            image.set_attributes(
+                {
+                    "format": FORMAT,
+                    "format_version": FORMAT_VERSION,
+                    "state": state,
+                    "digest": plan.digest,
+                    "digest_parameters": plan.digest_parameters,
+                    "tiles_planned": len(plan.coords),
+                    "tiles_failed": len(failed),
+                    "complete": True,
+                }
+            )
+        return image
+
+
+def part_of(path: Path) -> Path:
+    """Name of the unfinished file that belongs to a final name."""
+    return path.with_name(path.name + PART_SUFFIX)
+
+
+def check_existing(
+    path: Path, *, digest: str, digest_parameters: Mapping[str, Any]
+) -> Literal["same"] | None:
+    """See whether a finished file is there and made from the same inputs.
+
+    Where it is, a part beside it is what a kill between rename and removal left, and goes.
+
+    Returns:
+        None where there is no file, ``same`` where it need not be made again.
+
+    Raises:
+        OutputMismatchError: It was made from something else; the message says what differs.
+        OutputError: It is unreadable, incomplete, or was not written by this package.
+    """
+    advice = "move it away or pass --overwrite"
+    with output_errors(path, "cannot be read", advice=advice):
+        try:
+            file = h5py.File(path, "r", locking=False)
+        except FileNotFoundError:
+            return None
+        with file:
+            found = dict(file.attrs)
+    if found.get("format") != FORMAT:
+        raise OutputError(f"{path}: was not written by bioptimus; {advice}")
+    if not found.get("complete", False):
+        raise OutputError(f"{path}: is not complete; {advice}")
+    if found.get("digest") != digest:
+        words = differences(_mapping(found.get("digest_parameters")), digest_parameters)
+        raise OutputMismatchError(
+            f"{path}: was made from something else ({words or 'its digest is another'}); "
+            "pass --overwrite or another --out"
+        )
+    with output_errors(path, "cannot tidy up beside it", advice="remove the .part by hand"):
+        part = part_of(path)
+        for leftover in (part, *temporaries_beside(part)):
+            leftover.unlink(missing_ok=True)
+    return "same"
+
+
+def _mapping(text: object) -> dict[str, Any]:
+    try:
+        found = json.loads(text) if isinstance(text, str) else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _kind(array: npt.NDArray[Any]) -> str:
+    return f"{array.dtype} {array.shape}"
