@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
+from cli import verify
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -49,6 +50,9 @@ def _root(
     An independent implementation, not affiliated with Bioptimus.
     """
     context.obj = {"verbose": verbose}
+
+
+app.command("verify")(verify.verify)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,12 +1,11 @@
 """Names in a result file, in one place: what writers write, readers read and docs/hdf5.md tells."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from bioptimus.models.types import InferenceMode, ModelSpec
-from bioptimus.tiles import TileSpec
+import orjson
 
 FORMAT = "bioptimus-tiles"
 """Root attribute ``format`` of every result file."""
@@ -31,110 +30,33 @@ WRITER_ATTRIBUTES = frozenset(
 )
 """Root attributes that the writer sets itself."""
 
+REQUIRED_DATASETS = ("coords", "tissue_ratios", "failed_tiles")
+"""Datasets of every result file, whatever its mode."""
+
+REQUIRED_ATTRIBUTES = (
+    "state",
+    "digest",
+    "slide_name",
+    "slide_width",
+    "slide_height",
+    "mpp_x",
+    "mpp_y",
+    "model_spec",
+    "model_sha256",
+    "mode",
+    "tile_size_px",
+    "tile_mpp",
+    "overlap_px",
+)
+"""Root attributes that a reader cannot do without."""
+
 AttributeValue = str | int | float | bool | Sequence[Any] | Mapping[str, Any] | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlideFacts:
-    """What a result file remembers of its slide.
-
-    Attributes:
-        path: The slide as it was given.
-        name: File name.
-        dimensions: (width, height) in level-0 pixels.
-        mpp: (x, y) µm per level-0 pixel.
-        mpp_source: Where ``mpp`` came from, in words.
-        vendor: Format as the reader names it.
-        size_bytes: Size of the slide file.
-        quickhash: Identity of the slide's content.
-        objective_power: The scanner's nominal lens, where it is known.
-        reader: Which reader decoded the tiles.
-    """
-
-    path: str
-    name: str
-    dimensions: tuple[int, int]
-    mpp: tuple[float, float]
-    mpp_source: str
-    vendor: str = ""
-    size_bytes: int = 0
-    quickhash: str = ""
-    objective_power: float | None = None
-    reader: str = ""
-
-
-def root_attributes(
-    *,
-    slide: SlideFacts,
-    model: ModelSpec,
-    model_sha256: str,
-    tile: TileSpec,
-    mode: InferenceMode,
-    tissue: Mapping[str, Any],
-    parameters: Mapping[str, Any],
-    versions: Mapping[str, str],
-) -> dict[str, AttributeValue]:
-    """The root attributes that say where the rows of a file come from.
-
-    Args:
-        slide: The slide.
-        model: Specification of the model.
-        model_sha256: Digest of its weights file.
-        tile: Size, scale and overlap of the tiles.
-        mode: What was computed.
-        tissue: Method of the tissue mask and its figures.
-        parameters: Parameters of the run.
-        versions: Library → version.
-    """
-    return {
-        "slide_path": slide.path,
-        "slide_name": slide.name,
-        "slide_width": slide.dimensions[0],
-        "slide_height": slide.dimensions[1],
-        "slide_size_bytes": slide.size_bytes,
-        "slide_vendor": slide.vendor,
-        "slide_quickhash": slide.quickhash,
-        "slide_objective_power": slide.objective_power,
-        "slide_reader": slide.reader,
-        "mpp_x": slide.mpp[0],
-        "mpp_y": slide.mpp[1],
-        "mpp_source": slide.mpp_source,
-        "model_name": model.name,
-        "model_sha256": model_sha256,
-        "model": model.to_dict(),
-        "mode": str(mode),
-        "tile_size_px": tile.size_px,
-        "tile_mpp": tile.mpp,
-        "tile_overlap_px": tile.overlap_px,
-        "tissue": tissue,
-        "parameters": parameters,
-        "versions": versions,
-    }
-
-
-def coords_attributes(
-    *, slide: SlideFacts, tile: TileSpec, folder: str
-) -> dict[str, AttributeValue]:
-    """Attributes of ``coords`` under the names that TRIDENT's readers look for.
-
-    Magnification means 10 / mpp there, not a lens.
-
-    Args:
-        slide: The slide.
-        tile: Size, scale and overlap of the tiles.
-        folder: Folder of the result file.
-    """
-    return {
-        "patch_size": tile.size_px,
-        "patch_size_level0": round(tile.side_um / slide.mpp[0]),
-        "level0_magnification": 10 / slide.mpp[0],
-        "target_magnification": 10 / tile.mpp,
-        "overlap": tile.overlap_px,
-        "name": slide.name.rsplit(".", 1)[0],
-        "savetodir": folder,
-        "level0_width": slide.dimensions[0],
-        "level0_height": slide.dimensions[1],
-    }
+def digest_of(parameters: Mapping[str, Any]) -> str:
+    """SHA-256 over what a file depends on, whatever the order of the names."""
+    text = orjson.dumps(dict(parameters), option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(text).hexdigest()
 
 
 def to_json(value: Any) -> str:

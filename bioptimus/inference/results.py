@@ -1,0 +1,462 @@
+"""Reading result files: :func:`open_result`. The slide itself is not needed."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from bioptimus.errors import CheckpointError, OutputError
+from bioptimus.inference.disk import output_errors
+from bioptimus.inference.layout import (
+    FORMAT,
+    FORMAT_VERSION,
+    PART_SUFFIX,
+    REQUIRED_ATTRIBUTES,
+    REQUIRED_DATASETS,
+)
+from bioptimus.models.types import InferenceMode, ModelSpec
+from bioptimus.tiles import TileSpec
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+RowsName = Literal["features", "predictions", "coords", "tissue_ratios"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedTile:
+    """A tile that has no row.
+
+    Attributes:
+        x: Left edge, level-0 pixels.
+        y: Upper edge, level-0 pixels.
+        stage: Where it failed, such as ``read`` or ``output``.
+        reason: The error's words.
+    """
+
+    x: int
+    y: int
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Picture:
+    """A small image of the slide.
+
+    Attributes:
+        pixels: (H, W, 3) or (H, W), uint8.
+        downsample: (x, y) level-0 pixels per pixel.
+    """
+
+    pixels: npt.NDArray[np.uint8]
+    downsample: tuple[float, float]
+
+
+class Result:
+    """A finished result file. Arrays are read when they are asked for, and kept.
+
+    The file is open only while something is read, so many results may be held at once.
+
+    Attributes:
+        path: The file.
+        attributes: Root attributes as plain Python values; JSON text is read as a mapping.
+        coords_attributes: Attributes of ``coords``, under TRIDENT's names.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Use :func:`open_result`."""
+        self.path = path
+        with self._file() as file:
+            self.attributes: Mapping[str, Any] = {
+                key: _plain(value) for key, value in file.attrs.items()
+            }
+            self._shapes = {name: file[name].shape for name in file}
+            _check(path, self.attributes, self._shapes)
+            self.coords_attributes: Mapping[str, Any] = {
+                key: _plain(value) for key, value in file["coords"].attrs.items()
+            }
+
+    def __len__(self) -> int:
+        """Number of rows: tiles that were embedded or predicted."""
+        return int(self._shapes["coords"][0])
+
+    def __repr__(self) -> str:
+        return (
+            f"<Result {self.slide_name}: {len(self)} tiles, model {self.model.name}, "
+            f"{self.embedding_dim} embedding and {self.prediction_dim} predicted values>"
+        )
+
+    # What was processed
+
+    @property
+    def state(self) -> str:
+        """``ok``, or ``empty`` for a slide without tissue."""
+        return str(self.attributes["state"])
+
+    @property
+    def digest(self) -> str:
+        """Names everything the rows depend on."""
+        return str(self.attributes["digest"])
+
+    @property
+    def slide_name(self) -> str:
+        """File name of the slide."""
+        return str(self.attributes["slide_name"])
+
+    @property
+    def slide_path(self) -> Path:
+        """The slide as it was given; it need not be there any more."""
+        return Path(str(self.attributes.get("slide_path", self.slide_name)))
+
+    @property
+    def dimensions(self) -> tuple[int, int]:
+        """(width, height) of the slide in level-0 pixels."""
+        return int(self.attributes["slide_width"]), int(self.attributes["slide_height"])
+
+    @property
+    def mpp(self) -> tuple[float, float]:
+        """(x, y) µm per level-0 pixel."""
+        return float(self.attributes["mpp_x"]), float(self.attributes["mpp_y"])
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        """Specification of the model; its names come from the datasets that hold them."""
+        try:
+            spec = ModelSpec.from_dict(self.attributes["model_spec"])
+            names = self._strings("output_names")
+            genes = self.input_gene_names
+            return spec.with_(
+                output_names=names if len(names) == spec.prediction_dim else (),
+                input_genes=genes if len(genes) == spec.rna_dim else (),
+            )
+        except CheckpointError as exc:
+            raise OutputError(f"{self.path}: {exc}") from exc
+
+    @property
+    def model_sha256(self) -> str:
+        """Digest of the model's weights file."""
+        return str(self.attributes["model_sha256"])
+
+    @property
+    def mode(self) -> InferenceMode:
+        """What was computed."""
+        return InferenceMode(self.attributes["mode"])
+
+    @property
+    def tile(self) -> TileSpec:
+        """Size, scale and overlap of the tiles."""
+        return TileSpec(
+            size_px=int(self.attributes["tile_size_px"]),
+            mpp=float(self.attributes["tile_mpp"]),
+            overlap_px=int(self.attributes["overlap_px"]),
+        )
+
+    @property
+    def tile_level0(self) -> tuple[float, float]:
+        """(width, height) of a tile in level-0 pixels; rarely whole numbers."""
+        return self.tile.side_um / self.mpp[0], self.tile.side_um / self.mpp[1]
+
+    # Rows
+
+    @property
+    def embedding_dim(self) -> int:
+        """Values per embedding; 0 where there is none."""
+        return int(self._shapes["features"][1]) if "features" in self._shapes else 0
+
+    @property
+    def prediction_dim(self) -> int:
+        """Values per prediction; 0 where there is none."""
+        return int(self._shapes["predictions"][1]) if "predictions" in self._shapes else 0
+
+    @cached_property
+    def features(self) -> npt.NDArray[np.floating[Any]]:
+        """(N, D) embeddings.
+
+        Raises:
+            OutputError: This file has none.
+        """
+        return self.read("features")
+
+    @cached_property
+    def predictions(self) -> npt.NDArray[np.floating[Any]]:
+        """(N, K) predictions.
+
+        Raises:
+            OutputError: This file has none.
+        """
+        return self.read("predictions")
+
+    @cached_property
+    def coords(self) -> npt.NDArray[np.int64]:
+        """(N, 2) x and y of the tiles' upper-left corners, level-0 pixels."""
+        return self.read("coords")
+
+    @cached_property
+    def tissue_ratios(self) -> npt.NDArray[np.float32]:
+        """(N,) share of each tile that is tissue."""
+        return self.read("tissue_ratios")
+
+    @property
+    def coords_um(self) -> npt.NDArray[np.float64]:
+        """(N, 2) x and y of the tiles' upper-left corners, µm from the slide's corner."""
+        return np.multiply(self.coords, self.mpp, dtype=np.float64)
+
+    @property
+    def centers(self) -> npt.NDArray[np.float64]:
+        """(N, 2) x and y of the tiles' centres, level-0 pixels."""
+        return self.coords + np.array(self.tile_level0) / 2
+
+    @property
+    def centers_um(self) -> npt.NDArray[np.float64]:
+        """(N, 2) x and y of the tiles' centres, µm from the slide's corner."""
+        return self.coords_um + self.tile.side_um / 2
+
+    def read(self, name: RowsName, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
+        """Rows [start, stop) of a dataset, read anew each time.
+
+        Raises:
+            OutputError: The file has no such dataset, or can no longer be read.
+        """
+        if name not in self._shapes:
+            there = ", ".join(sorted(self._shapes))
+            raise OutputError(f"{self.path}: has no {name} (it has {there})")
+        with self._file() as file:
+            rows: npt.NDArray[Any] = file[name][start:stop]
+        return rows
+
+    def prediction(self, name: str) -> npt.NDArray[np.floating[Any]]:
+        """(N,) one predicted value, by its name.
+
+        Raises:
+            OutputError: Nothing of that name was predicted.
+        """
+        if name not in self.output_names:
+            some = ", ".join(self.output_names[:8])
+            raise OutputError(f"{self.path}: has no prediction {name!r} (it has {some} ...)")
+        column: npt.NDArray[np.floating[Any]] = self.predictions[:, self.output_names.index(name)]
+        return column
+
+    @cached_property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the predicted values; ``output_0`` and so on where the model gave none."""
+        given = self._strings("output_names")
+        return given or tuple(f"output_{i}" for i in range(self.prediction_dim))
+
+    @cached_property
+    def input_gene_names(self) -> tuple[str, ...]:
+        """Genes of the bulk RNA that went in; empty if none."""
+        return self._strings("input_gene_names")
+
+    @cached_property
+    def failed_tiles(self) -> tuple[FailedTile, ...]:
+        """Tiles that have no row, with the reason."""
+        with self._file() as file:
+            table = file["failed_tiles"][:]
+        return tuple(
+            FailedTile(x=int(x), y=int(y), stage=stage.decode(), reason=reason.decode())
+            for x, y, stage, reason in table
+        )
+
+    # Pictures
+
+    @cached_property
+    def thumbnail(self) -> Picture | None:
+        """The slide, small, RGB."""
+        return self._picture("thumbnail")
+
+    @cached_property
+    def tissue_mask(self) -> Picture | None:
+        """Where tissue was found: 0 or 1."""
+        return self._picture("tissue_mask")
+
+    # Elsewhere
+
+    def to_anndata(self) -> "AnnData":
+        """The rows as an AnnData object, as scanpy and squidpy use it.
+
+        ``X`` holds the predictions, with their names as variables, or the embeddings where
+        nothing was predicted; embeddings also stand in ``obsm["X_embedding"]``. Tile centres
+        stand in ``obsm["spatial"]`` (level-0 pixels, where the thumbnail's scale factor
+        belongs) and ``obsm["spatial_um"]``.
+
+        Raises:
+            OutputError: The package anndata is not installed.
+        """
+        try:
+            import anndata
+            import pandas
+        except ImportError as exc:
+            raise OutputError(
+                "AnnData needs the package anndata: pip install 'bioptimus-wsi[anndata]'"
+            ) from exc
+        names = [f"{x}_{y}" for x, y in self.coords.tolist()]
+        obs = pandas.DataFrame(
+            {
+                "x": self.coords[:, 0],
+                "y": self.coords[:, 1],
+                "tissue_ratio": self.tissue_ratios,
+                "slide": pandas.Categorical([self.slide_name] * len(self)),
+            },
+            index=pandas.Index(names, dtype=object),
+        )
+        variables = (
+            list(self.output_names)
+            if self.prediction_dim
+            else [f"embedding_{i}" for i in range(self.embedding_dim)]
+        )
+        data = anndata.AnnData(
+            X=self.predictions if self.prediction_dim else self.features,
+            obs=obs,
+            var=pandas.DataFrame(index=pandas.Index(variables, dtype=object)),
+            obsm={"spatial": self.centers, "spatial_um": self.centers_um},
+            uns={"spatial": {self.slide_name: self._spatial()}, "bioptimus": self._provenance()},
+        )
+        if self.embedding_dim:
+            data.obsm["X_embedding"] = self.features
+        return data
+
+    def _spatial(self) -> dict[str, Any]:
+        """What squidpy wants to know of the image under the tiles."""
+        found: dict[str, Any] = {
+            "scalefactors": {"spot_diameter_fullres": self.tile_level0[0]},
+            "metadata": {"mpp_x": self.mpp[0], "mpp_y": self.mpp[1]},
+        }
+        if self.thumbnail is not None:
+            found["images"] = {"hires": self.thumbnail.pixels}
+            found["scalefactors"]["tissue_hires_scalef"] = 1 / self.thumbnail.downsample[0]
+        return found
+
+    def _provenance(self) -> dict[str, Any]:
+        return {
+            key: json.dumps(value) if isinstance(value, dict | list) else value
+            for key, value in self.attributes.items()
+        }
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks."""
+        rows = {
+            "slide": f"{self.slide_name}, {self.dimensions[0]} × {self.dimensions[1]} px, "
+            f"{self.mpp[0]:.4g} µm/px",
+            "tiles": f"{len(self)} of {self.tile.size_px} px at {self.tile.mpp:g} µm/px"
+            + (f", {len(self.failed_tiles)} failed" if self.failed_tiles else ""),
+            "model": f"{self.model.name} {self.model.version}",
+            "embeddings": str(self.embedding_dim) if self.embedding_dim else "none",
+            "predictions": self._predictions_in_words(),
+        }
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{name}</th>"
+            f"<td style='text-align:left'>{escape(words)}</td></tr>"
+            for name, words in rows.items()
+        )
+        return (
+            "<div style='display:flex;gap:1em;align-items:flex-start'>"
+            f"{self._thumbnail_html()}<table>{cells}</table></div>"
+        )
+
+    def _predictions_in_words(self) -> str:
+        if not self.prediction_dim:
+            return "none"
+        some = ", ".join(self.output_names[:4])
+        return f"{self.prediction_dim}: {some}" + (" …" if self.prediction_dim > 4 else "")
+
+    def _thumbnail_html(self) -> str:
+        if self.thumbnail is None:
+            return ""
+        import base64
+        import io
+
+        from PIL import Image
+
+        image = Image.fromarray(self.thumbnail.pixels)
+        image.thumbnail((220, 220))
+        data = io.BytesIO()
+        image.save(data, "PNG")
+        text = base64.b64encode(data.getvalue()).decode()
+        return f"<img alt='{escape(self.slide_name)}' src='data:image/png;base64,{text}'>"
+
+    @contextmanager
+    def _file(self) -> Iterator[h5py.File]:
+        advice = "it may be truncated or not a result file; `bioptimus verify` tells more"
+        with (
+            output_errors(self.path, "cannot be read", advice=advice),
+            h5py.File(self.path, "r", locking=False) as file,
+        ):
+            yield file
+
+    def _strings(self, name: str) -> tuple[str, ...]:
+        with self._file() as file:
+            return tuple(file[name].asstr()[:].tolist()) if name in file else ()
+
+    def _picture(self, name: str) -> Picture | None:
+        if name not in self._shapes:
+            return None
+        with self._file() as file:
+            x, y = (float(value) for value in file[name].attrs["downsample"])
+            return Picture(pixels=file[name][:], downsample=(x, y))
+
+
+def open_result(path: Path | str) -> Result:
+    """Open a finished result file.
+
+    Args:
+        path: ``.../<slide>.h5``.
+
+    Returns:
+        The result; its arrays are read when they are asked for.
+
+    Raises:
+        OutputError: The file is missing, unreadable, incomplete, foreign, or of a newer version;
+            the message says which, and what it lacks.
+    """
+    path = Path(path)
+    if path.name.endswith(PART_SUFFIX):
+        raise OutputError(f"{path}: is unfinished; run the same command again to go on with it")
+    return Result(path)
+
+
+def _check(path: Path, attributes: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+    """Refuse a file that is not whole, not ours, or not readable by this version."""
+    if attributes.get("format") != FORMAT:
+        has = ", ".join(sorted(shapes)) or "nothing"
+        raise OutputError(
+            f"{path}: was not written by bioptimus: no attribute format = {FORMAT} (it has {has})"
+        )
+    version = attributes.get("format_version", 0)
+    if version > FORMAT_VERSION:
+        raise OutputError(
+            f"{path}: has format version {version}, this bioptimus reads up to {FORMAT_VERSION}; "
+            "install a newer one"
+        )
+    if not attributes.get("complete"):
+        raise OutputError(f"{path}: is not complete; make it again with --overwrite")
+    lacking = [f"dataset {name}" for name in REQUIRED_DATASETS if name not in shapes]
+    lacking += [f"attribute {name}" for name in REQUIRED_ATTRIBUTES if name not in attributes]
+    if lacking:
+        raise OutputError(f"{path}: lacks the {', '.join(lacking)}; make it again")
+    for name in ("features", "predictions", "tissue_ratios"):
+        if name in shapes and shapes[name][0] != shapes["coords"][0]:
+            raise OutputError(
+                f"{path}: {shapes[name][0]} rows of {name} for {shapes['coords'][0]} of coords; "
+                "make it again"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """An attribute as a plain Python value; text that is a JSON mapping as a dict."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,39 @@
+"""``bioptimus verify``: are the results whole, and is one there for every slide?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def verify(
+    out: Annotated[
+        Path, typer.Argument(help="Output folder of a run, or of one model in it.", metavar="OUT")
+    ],
+    slides: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Slides, folders, a glob or a CSV list, as given to the run: tells which have "
+            "no result. May be repeated.",
+        ),
+    ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every value, not only those at the ends.")
+    ] = False,
+) -> None:
+    """Check every result file: structure, counts, values, leftovers, and what is missing.
+
+    Prints one line for each finding and exits with 1 if there is any.
+    """
+    from bioptimus.batch.inputs import find_inputs
+    from bioptimus.verify import verify as check
+
+    wanted = find_inputs(slides, exclude=[out]).slides if slides else None
+    found = check(out, slides=wanted, deep=deep)
+    for finding in found.findings:
+        typer.echo(f"{finding.path}: {finding.problem}")
+    files = "1 file" if found.files == 1 else f"{found.files} files"
+    problems = "1 finding" if len(found.findings) == 1 else f"{len(found.findings)} findings"
+    typer.echo(f"{files}, {found.rows} tiles, {problems}", err=True)
+    if found.findings:
+        raise typer.Exit(1)

@@ -1,0 +1,184 @@
+import base64
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+import bioptimus
+from bioptimus.errors import OutputError
+from bioptimus.inference.results import FailedTile, open_result
+from bioptimus.models.types import InferenceMode
+from tests.result_files import DIM, GENES, MPP, NAMES, TILE, make_result
+
+KEPT = [row for row in range(12) if row != 3]
+
+
+def test_a_result_gives_back_what_was_written(tmp_path: Path) -> None:
+    result = open_result(make_result(tmp_path / "a.h5"))
+    assert len(result) == 11
+    assert result.state == "ok"
+    np.testing.assert_array_equal(result.features[:, 0], KEPT)
+    np.testing.assert_array_equal(result.predictions[:, 2], np.array(KEPT) * 3)
+    np.testing.assert_array_equal(result.prediction("KRT8"), np.array(KEPT) * 2)
+    assert result.coords.dtype == np.int64
+    assert result.tissue_ratios.shape == (11,)
+    assert result.output_names == NAMES
+    assert result.input_gene_names == GENES
+    assert result.mode is InferenceMode.PREDICTION_WITH_EMBEDDING
+    assert result.tile == TILE
+    assert result.model.output_names == NAMES
+    assert result.model.input_genes == GENES
+    assert result.slide_name == "a.svs"
+    assert result.dimensions == (2240, 1344)
+    assert result.failed_tiles == (
+        FailedTile(x=1344, y=0, stage="read", reason="tile 3 is damaged"),
+    )
+    assert result.thumbnail is not None
+    assert result.thumbnail.pixels.shape == (42, 70, 3)
+    assert result.thumbnail.downsample == (32.0, 32.0)
+    assert result.tissue_mask is not None
+    assert result.tissue_mask.pixels.max() == 1
+
+
+def test_positions_in_micrometres_use_each_axis_own_scale(tmp_path: Path) -> None:
+    result = open_result(make_result(tmp_path / "a.h5"))
+    x, y = result.coords[-1]
+    np.testing.assert_allclose(result.coords_um[-1], [x * MPP[0], y * MPP[1]])
+    np.testing.assert_allclose(result.centers_um[-1], [x * MPP[0] + 56, y * MPP[1] + 56])
+    np.testing.assert_allclose(result.centers[-1], [x + 224, y + 56 / MPP[1]])
+
+
+def test_attributes_come_as_plain_python_values(tmp_path: Path) -> None:
+    attributes = open_result(make_result(tmp_path / "a.h5")).attributes
+    assert type(attributes["slide_width"]) is int
+    assert type(attributes["mpp_x"]) is float
+    assert attributes["complete"] is True
+    assert attributes["versions"] == {"bioptimus-wsi": "0.1.0"}
+    assert attributes["warnings"] == []
+    assert attributes["tiles_failed"] == 1
+
+
+def test_the_public_name_is_lazy(tmp_path: Path) -> None:
+    path = make_result(tmp_path / "a.h5")
+    assert len(bioptimus.open_result(str(path))) == 11
+    assert "open_result" in dir(bioptimus)
+    with pytest.raises(AttributeError, match="no attribute 'close_result'"):
+        getattr(bioptimus, "close_" + "result")
+    script = "import sys, bioptimus; print(*{'h5py', 'numpy', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "\n", done.stderr
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    results = [open_result(make_result(tmp_path / f"{i}.h5")) for i in range(3)]
+    assert all(len(result.features) == 11 for result in results)
+    for result in results:
+        # On a file held open elsewhere in this process, HDF5 refuses to write.
+        with h5py.File(result.path, "r+") as file:
+            file.attrs["note"] = "written"
+
+
+def test_arrays_are_read_once_and_parts_of_them_anew(tmp_path: Path) -> None:
+    path = make_result(tmp_path / "a.h5")
+    result = open_result(path)
+    first = result.features
+    np.testing.assert_array_equal(result.read("features", 2, 5), first[2:5])
+    path.unlink()
+    assert result.features is first
+    with pytest.raises(OutputError, match=r"a\.h5: cannot be read: .*No such file"):
+        result.read("features")
+
+
+@pytest.mark.parametrize(
+    ("mode", "absent"),
+    [(InferenceMode.EMBEDDING, "predictions"), (InferenceMode.PREDICTION, "features")],
+)
+def test_asking_for_what_the_mode_does_not_make_names_what_is_there(
+    tmp_path: Path, mode: InferenceMode, absent: str
+) -> None:
+    result = open_result(make_result(tmp_path / "a.h5", mode=mode))
+    with pytest.raises(OutputError, match=rf"a\.h5: has no {absent} \(it has coords, "):
+        getattr(result, absent)
+    with pytest.raises(OutputError, match="has no prediction 'X'"):
+        result.prediction("X")
+
+
+def test_an_empty_result_opens(tmp_path: Path) -> None:
+    result = open_result(make_result(tmp_path / "a.h5", rows=0))
+    assert len(result) == 0
+    assert result.state == "empty"
+    assert result.features.shape == (0, DIM)
+    assert result.centers_um.shape == (0, 2)
+    assert "0 of 224 px" in result._repr_html_()
+
+
+def test_names_are_made_up_where_the_model_has_none(tmp_path: Path) -> None:
+    result = open_result(make_result(tmp_path / "a.h5", output_names=()))
+    assert result.output_names == ("output_0", "output_1", "output_2")
+
+
+def test_a_file_that_is_not_a_whole_result_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"a\.h5: cannot be read: .*No such file"):
+        open_result(tmp_path / "a.h5")
+    with pytest.raises(OutputError, match=r"a\.h5\.part: is unfinished; run the same command"):
+        open_result(tmp_path / "a.h5.part")
+    path = make_result(tmp_path / "a.h5")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1000])
+    with pytest.raises(OutputError, match=r"a\.h5: cannot be read"):
+        open_result(path)
+    path.write_bytes(b"not HDF5 at all")
+    with pytest.raises(OutputError, match=r"a\.h5: cannot be read"):
+        open_result(path)
+
+
+def change(path: Path, what: str) -> None:
+    with h5py.File(path, "r+") as file:
+        match what:
+            case "format":
+                del file.attrs["format"]
+            case "newer":
+                file.attrs["format_version"] = 99
+            case "complete":
+                file.attrs["complete"] = False
+            case "lacking":
+                del file.attrs["mpp_x"]
+                del file["tissue_ratios"]
+            case "rows":
+                del file["features"]
+                file["features"] = np.zeros((2, DIM), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("format", r"was not written by bioptimus: no attribute format .* \(it has coords, failed"),
+        ("newer", r"has format version 99, this bioptimus reads up to 1; install a newer"),
+        ("complete", "is not complete; make it again"),
+        ("lacking", "lacks the dataset tissue_ratios, attribute mpp_x; make it again"),
+        ("rows", "2 rows of features for 11 of coords"),
+    ],
+)
+def test_a_changed_file_is_refused_in_words(tmp_path: Path, what: str, words: str) -> None:
+    path = make_result(tmp_path / "a.h5")
+    change(path, what)
+    with pytest.raises(OutputError, match=words):
+        open_result(path)
+
+
+def test_a_notebook_shows_a_card_with_the_thumbnail(tmp_path: Path) -> None:
+    path = make_result(tmp_path / "a.h5", attributes={"slide_name": "<b>.svs"})
+    card = open_result(path)._repr_html_()
+    assert "<b>.svs" not in card
+    assert "&lt;b&gt;.svs" in card
+    assert "1 failed" in card
+    found = re.search("base64,([^']*)'", card)
+    assert found is not None
+    assert Image.open(io.BytesIO(base64.b64decode(found[1]))).format == "PNG"
+    assert "11 tiles, model tiny" in repr(open_result(path))
