@@ -1,60 +1,78 @@
-"""In which order tiles are read: blocks of neighbours, so that stored tiles are decoded once."""
+"""In which order tiles are read, so that each stored tile is decoded about once.
+
+A *band* is some rows of tiles. Bands are read from top to bottom, the tiles of a band column by
+column: a stored tile is then wanted again at once by the tile below it and the next column, and
+a cache of two columns of stored tiles is enough, whatever the width of the slide. Only along the
+border of two bands are stored tiles decoded twice.
+"""
 
 import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
 
-# Tiles of one block wait in memory until its last one is read: 64 of 224 px are 10 MiB.
-MAX_BLOCK_TILES = 64
+# Tiles of one block wait in memory until its last one is read: 32 of 224 px are 5 MiB.
+MAX_BLOCK_TILES = 32
+# Enough blocks for several threads to share, also on a small slide.
+_WANTED_BLOCKS = 16
+_MIN_BLOCK_TILES = 4
+_MAX_BAND_ROWS = 32
 
 
-def block_shape(
-    stride: tuple[float, float], stored: tuple[int, int], *, limit: int = MAX_BLOCK_TILES
-) -> tuple[int, int]:
-    """(columns, rows) of tiles in a block.
+def band_rows(stride: float, stored: int, *, most: int = _MAX_BAND_ROWS) -> int:
+    """Rows of tiles in a band.
 
     Args:
-        stride: (x, y) distance of neighbouring tiles, pixels of the level that is read.
-        stored: (width, height) of the level's stored tiles.
-        limit: Most tiles in a block.
+        stride: Distance of neighbouring rows of tiles, pixels of the level that is read.
+        stored: Height of the level's stored tiles.
+        most: Rows for which the cache has room.
 
     Returns:
-        The shape whose borders cut through the fewest stored tiles.
+        The number whose borders cut through the fewest stored tiles; the largest of equals.
     """
-    side = max(1, int(limit**0.5))
-    return (
-        _aligned_count(stride[0], stored[0], side),
-        _aligned_count(stride[1], stored[1], side),
-    )
+
+    def decoded_per_needed(rows: int) -> float:
+        extent = rows * stride / stored
+        whole = round(extent)
+        return 1.0 if whole > 0 and abs(extent - whole) < 1e-3 else (extent + 1) / extent
+
+    return max(range(1, max(1, most) + 1), key=lambda rows: (-decoded_per_needed(rows), rows))
 
 
-def _aligned_count(stride: float, stored: int, most: int) -> int:
-    """Count whose extent is nearest to a whole number of stored tiles; the largest of equals."""
+def most_band_rows(
+    stride: float, *, column_px: float, cache_bytes: int, most: int = _MAX_BAND_ROWS
+) -> int:
+    """Rows of tiles whose stored tiles, two columns of them, fit into the cache.
 
-    def touched_per_tile(count: int) -> float:
-        extent = count * stride / stored
-        cut = 0.0 if abs(extent - round(extent)) < 1e-3 and round(extent) > 0 else 1.0
-        return (extent + cut) / extent
+    Args:
+        stride: Distance of neighbouring rows of tiles, pixels of the level that is read.
+        column_px: Width of two columns of stored tiles.
+        cache_bytes: Room for decoded RGB.
+        most: Upper limit.
+    """
+    rows = int(cache_bytes / (3 * column_px * stride))
+    return min(max(rows, 1), most)
 
-    return max(range(1, most + 1), key=lambda count: (-touched_per_tile(count), count))
 
-
-def blocks_of(kept: Indices, columns: int, shape: tuple[int, int]) -> list[Indices]:
-    """Positions into ``kept``, grouped into blocks; blocks row by row, tiles row by row inside.
+def blocks_of(kept: Indices, columns: int, rows_per_band: int) -> list[Indices]:
+    """Positions into ``kept`` in reading order, cut into blocks.
 
     Args:
         kept: Row-major grid indices of the tiles to read.
         columns: Tiles in a row of the grid.
-        shape: (columns, rows) of a block.
+        rows_per_band: As :func:`band_rows` says.
 
     Returns:
         Arrays that together hold each position of ``kept`` once.
     """
-    if len(kept) == 0:
-        return []
-    rows, cols = np.divmod(np.asarray(kept, np.int64), columns)
-    block = (rows // shape[1]) * (columns // shape[0] + 1) + cols // shape[0]
-    order = np.lexsort((cols, rows, block)).astype(np.int64)
-    starts = np.flatnonzero(np.diff(block[order])) + 1
-    return np.split(order, starts)
+    row, column = np.divmod(np.asarray(kept, np.int64), columns)
+    band = row // rows_per_band
+    order = np.lexsort((row, column, band)).astype(np.int64)
+    size = min(max(len(order) // _WANTED_BLOCKS, _MIN_BLOCK_TILES), MAX_BLOCK_TILES)
+    # A new band begins a new block.
+    starts = np.flatnonzero(np.diff(band[order])) + 1
+    return [
+        part[first : first + size]
+        for part in np.split(order, starts)
+        for first in range(0, len(part), size)
+    ]

@@ -24,6 +24,8 @@ PHASE_STEPS = 64
 # parallelism; more of them would fight over the cores.
 _SINGLE_THREAD_PRODUCT = 200_000
 
+_KEPT_PIXELS = 4
+
 # OpenCV has a pool of its own, which would do the same.
 cv2.setNumThreads(1)
 
@@ -54,7 +56,30 @@ def resample(
         if factor == (1, 1):
             return crop
         return np.asarray(cv2.resize(crop, size, interpolation=cv2.INTER_AREA), dtype=np.uint8)
+    pixels, offset, scale = _pre_reduced(pixels, offset, scale)
     return _banded(pixels, offset, scale, size)
+
+
+def _pre_reduced(
+    pixels: Pixels, offset: tuple[float, float], scale: tuple[float, float]
+) -> tuple[Pixels, tuple[float, float], tuple[float, float]]:
+    """The same rectangle with fewer pixels, where so many fall on one output that none matters.
+
+    At least :data:`_KEPT_PIXELS` pixels per output pixel remain along each axis; only those that
+    lie across the border of two outputs are then given to one in a share that is a little off.
+    """
+    x, y = (max(1, int(by / _KEPT_PIXELS)) for by in scale)
+    if x == y == 1:
+        return pixels, offset, scale
+    height, width = pixels.shape[:2]
+    whole = cv2.copyMakeBorder(pixels, 0, -height % y, 0, -width % x, cv2.BORDER_REPLICATE)
+    size = (whole.shape[1] // x, whole.shape[0] // y)
+    reduced = cv2.resize(whole, size, interpolation=cv2.INTER_AREA)
+    return (
+        np.asarray(reduced, dtype=np.uint8),
+        (offset[0] / x, offset[1] / y),
+        (scale[0] / x, scale[1] / y),
+    )
 
 
 def _on_grid(position: float) -> float:

@@ -174,14 +174,12 @@ def decide(
     winner = next((entry for entry in ordered if entry.is_plausible), None)
     judged = tuple(_with_verdict(entry, winner) for entry in ordered)
     if winner is None:
-        return Resolution(
-            candidates=judged, warnings=claims.notes, problem=_problem(name, judged, claims.notes)
-        )
+        return Resolution(candidates=judged, problem=_problem(name, judged, claims.notes))
     return Resolution(
         source=winner.source,
         candidates=judged,
         value=winner.mpp,
-        warnings=(*_warnings(name, winner, judged, claims.objective_power), *claims.notes),
+        warnings=tuple(_warnings(name, winner, judged, claims.objective_power)),
     )
 
 

@@ -8,6 +8,7 @@ back in the slide's background colour.
 import ctypes
 import logging
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -51,6 +52,9 @@ class PixelSource(Protocol):
             SlideReadError: A pixel could not be decoded.
         """
 
+    def stored_tile(self, level: int) -> tuple[int, int]:
+        """(width, height) of the tiles in which a level is stored, as far as is known."""
+
     def close(self) -> None:
         """Release files. Twice is fine."""
 
@@ -73,6 +77,9 @@ class OpenSlideSource:
         self._path = path
         self._background = background
         self._downsamples = handle.level_downsamples
+        self._stored = [
+            _stored_tile(handle.properties, level) for level in range(handle.level_count)
+        ]
         self._lock = threading.Lock()  # guards _handle being replaced; reads need no lock
         self._handle: openslide.OpenSlide | None = _with_cache(handle)
 
@@ -141,10 +148,22 @@ class OpenSlideSource:
         except openslide.OpenSlideError as exc:
             log.debug("%s: cannot be opened again: %s", self._path.name, exc)
 
+    def stored_tile(self, level: int) -> tuple[int, int]:
+        """(width, height) of the level's stored tiles, 256 where the file does not tell."""
+        return self._stored[level]
+
     def close(self) -> None:
         """Drop the handle; it is closed when the last read through it has returned."""
         with self._lock:
             self._handle = None
+
+
+def _stored_tile(properties: Mapping[str, str], level: int) -> tuple[int, int]:
+    width, height = (
+        int(properties.get(f"openslide.level[{level}].tile-{side}", 256))
+        for side in ("width", "height")
+    )
+    return (width, height)
 
 
 def _with_cache(handle: openslide.OpenSlide) -> openslide.OpenSlide:

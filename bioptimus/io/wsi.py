@@ -19,14 +19,15 @@ from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-import openslide
 
-from bioptimus.errors import SlideOpenError, SlideReadError
-from bioptimus.io.blocks import Indices, block_shape, blocks_of
+from bioptimus.errors import SlideReadError
+from bioptimus.io.blocks import Indices, band_rows, blocks_of, most_band_rows
 from bioptimus.io.levels import LevelChoice, choose_level, finer_levels
+from bioptimus.io.opening import Metadata, open_source
 from bioptimus.io.resample import resample
 from bioptimus.io.resolution import Resolution, claims_from_properties, decide
-from bioptimus.io.sources import WHITE, Colour, OpenSlideSource, PixelSource
+from bioptimus.io.sources import PixelSource
+from bioptimus.io.tiff import CACHE_BYTES
 from bioptimus.tiles import Tile, TileGrid, TileSpec
 
 log = logging.getLogger(__name__)
@@ -73,16 +74,6 @@ class CoarseImage:
     level: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Metadata:
-    """What is copied from the file on opening, so that a dead handle takes nothing with it."""
-
-    vendor: str
-    level_dimensions: tuple[tuple[int, int], ...]
-    properties: Mapping[str, str]
-    has_icc: bool
-
-
 class Slide:
     """An open slide. Made by :meth:`open`; a context manager.
 
@@ -107,13 +98,13 @@ class Slide:
     """
 
     def __init__(
-        self, path: Path, options: OpenOptions, metadata: _Metadata, source: PixelSource
+        self, path: Path, options: OpenOptions, metadata: Metadata, source: PixelSource
     ) -> None:
         self.path = path
         self.name = path.name
         self.vendor = metadata.vendor
         self.properties = metadata.properties
-        self.has_icc = metadata.has_icc
+        self.has_icc = metadata.icc_profile is not None
         self.level_dimensions = metadata.level_dimensions
         self.dimensions = metadata.level_dimensions[0]
         self.level_downsamples = tuple(
@@ -128,9 +119,9 @@ class Slide:
             mpp_override=options.mpp_override,
             mpp_fallback=options.mpp_fallback,
         )
-        self.background = _background(metadata.properties)
+        self.background = metadata.background
         self.bounds = _bounds(metadata.properties)
-        self.warnings: list[str] = list(self.resolution.warnings)
+        self.warnings: list[str] = [*metadata.warnings, *self.resolution.warnings]
         self.size_files = _companions(path, metadata.vendor)
         self._options = options
         self._source = source
@@ -152,14 +143,7 @@ class Slide:
         """
         path = Path(path)
         options = options or OpenOptions()
-        if not path.exists():
-            raise SlideOpenError(f"{path}: no such file; check the path")
-        try:
-            handle = openslide.OpenSlide(path)
-            metadata = _copy_metadata(handle)
-        except openslide.OpenSlideError as exc:
-            raise SlideOpenError(f"{path.name}: cannot be opened ({exc})") from exc
-        source = OpenSlideSource(path, handle, _background(metadata.properties))
+        metadata, source = open_source(path, fast=options.reader == "auto")
         return cls(path, options, metadata, source)
 
     @property
@@ -345,12 +329,12 @@ class TileReader:
             Arrays of positions into ``kept``; each position is in one of them. Each array is
             for one call of :meth:`read_block`; several threads may take arrays in this order.
         """
-        stride = grid.stride_level0
-        shape = block_shape(
-            (stride[0] / self.level_downsample[0], stride[1] / self.level_downsample[1]),
-            (256, 256),
+        across, down = (
+            step / by for step, by in zip(grid.stride_level0, self.level_downsample, strict=True)
         )
-        return blocks_of(kept, grid.columns, shape)
+        stored = self._source.stored_tile(self.level)
+        most = most_band_rows(down, column_px=2 * stored[0] + across, cache_bytes=CACHE_BYTES)
+        return blocks_of(kept, grid.columns, band_rows(down, stored[1], most=most))
 
 
 _Window = tuple[int, int, int, int]
@@ -369,27 +353,6 @@ def _window(
     ]
     window = (first[0], first[1], last[0] - first[0], last[1] - first[1])
     return window, (corner[0] - first[0], corner[1] - first[1])
-
-
-def _copy_metadata(handle: openslide.OpenSlide) -> _Metadata:
-    properties = dict(handle.properties)
-    return _Metadata(
-        vendor=properties.get("openslide.vendor", "unknown"),
-        level_dimensions=tuple(handle.level_dimensions),
-        properties=properties,
-        has_icc="openslide.icc-size" in properties,
-    )
-
-
-def _background(properties: Mapping[str, str]) -> Colour:
-    """The slide's own background colour, white if it names none."""
-    text = properties.get("openslide.background-color", "")
-    if len(text) != 6:
-        return WHITE
-    try:
-        return (int(text[0:2], 16), int(text[2:4], 16), int(text[4:6], 16))
-    except ValueError:
-        return WHITE
 
 
 def _bounds(properties: Mapping[str, str]) -> tuple[int, int, int, int] | None:

@@ -1,0 +1,67 @@
+"""OpenSlide as judge: a faster reader is used only where it gives the same pixels."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from bioptimus.errors import SlideReadError
+from bioptimus.io.sources import PixelSource
+
+# Side of the squares compared: with 256 px tiles each touches up to four.
+_PROBE_PX = 160
+# OpenSlide takes level-0 positions and interpolates between pixels of a coarser level where they
+# do not meet; nearer than this it does not.
+_EXACT_PX = 1 / 512
+# Where in the level to look, as shares of its width and height.
+_PROBES = ((0.0, 0.0), (0.5, 0.5), (0.3, 0.6), (1.0, 1.0))
+
+
+def first_difference(
+    fast: PixelSource,
+    judge: PixelSource,
+    *,
+    levels: Sequence[int],
+    dimensions: Sequence[tuple[int, int]],
+    downsamples: Sequence[float],
+) -> str | None:
+    """Read a few places of each level both ways.
+
+    Args:
+        fast: The reader under test.
+        judge: The reader that is right.
+        levels: Levels to look at.
+        dimensions: (width, height) of each level.
+        downsamples: The judge's own downsample of each level.
+
+    Returns:
+        Where they differ, in words; None if they agree everywhere. Places that the judge cannot
+        read either do not count.
+    """
+    for level in levels:
+        for x, y, width, height in _places(dimensions[level], downsamples[level]):
+            try:
+                right = judge.read(level, x, y, width, height)
+            except SlideReadError:
+                continue
+            if not np.array_equal(fast.read(level, x, y, width, height), right):
+                return f"level {level} at ({x}, {y})"
+    return None
+
+
+def _places(size: tuple[int, int], downsample: float) -> Iterator[tuple[int, int, int, int]]:
+    seen = set()
+    for share_x, share_y in _PROBES:
+        x = _exact_position(size[0], share_x, downsample)
+        y = _exact_position(size[1], share_y, downsample)
+        if (x, y) not in seen:
+            seen.add((x, y))
+            yield x, y, min(_PROBE_PX, size[0] - x), min(_PROBE_PX, size[1] - y)
+
+
+def _exact_position(length: int, share: float, downsample: float) -> int:
+    """A position near a share of the length that is a whole number of level-0 pixels."""
+    wanted = int(share * max(0, length - _PROBE_PX))
+    positions = np.arange(max(1, length - _PROBE_PX + 1))
+    level0 = positions * downsample
+    exact = positions[np.abs(level0 - np.round(level0)) <= _EXACT_PX * downsample]
+    return int(exact[np.argmin(np.abs(exact - wanted))])
