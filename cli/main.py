@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
-from cli import verify
+from cli import verify, view
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -53,6 +53,7 @@ def _root(
 
 
 app.command("verify")(verify.verify)
+app.command("view")(view.view)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,0 +1,315 @@
+"""The pictures, drawn with matplotlib (the extra ``view``)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bioptimus.errors import OutputError, UsageError
+from bioptimus.view.clusters import k_means
+from bioptimus.view.colours import (
+    CLUSTER_COLOURS,
+    FAILED_COLOUR,
+    component_colours,
+    hex_to_rgb,
+)
+from bioptimus.view.components import MAX_COMPONENTS, SAMPLE_ROWS, Components
+from bioptimus.view.page import EDGE, INK, PAGE_INCHES, Page, PictureOptions, bare
+from bioptimus.view.source import SlidePictures, SlideResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# The first two lines of a legend for people who do not know the model's words.
+UNITS = {
+    "haematoxylin_od": "optical density",
+    "eosin_od": "optical density",
+    "nuclear_area_fraction": "share of the tile's area",
+    "brightness": "0 black … 1 white",
+    "saturation": "0 grey … 1 full colour",
+    "focus": "variance of the Laplacian",
+}
+
+
+def draw_overview(result: SlideResult, options: PictureOptions) -> "Figure":
+    """The slide with its tissue outline, the tiles that have a row, and those that failed."""
+    with SlidePictures(result, options.slide) as pictures:
+        ground = pictures.ground(options.width_px)
+    page = Page(result, options, box=_whole_slide(result))
+    page.show_ground(ground)
+    if len(result):
+        page.tint_tiles()
+    page.outline_tissue()
+    page.mark_failed()
+    page.scale_bar()
+    page.head("Tiles", _counts(result))
+    page.facts(_overview_facts(result))
+    return page.figure
+
+
+def draw_embedding(
+    result: SlideResult, options: PictureOptions, *, fitted: Components | None = None
+) -> "Figure":
+    """The embedding as a map: three components as one colour a tile.
+
+    Args:
+        result: The file; an empty one gives a picture without tiles.
+        options: Size and slide.
+        fitted: Components of a cohort, so that equal colours mean equal tissue on every
+            slide; without them the slide's own are used.
+
+    Raises:
+        UsageError: The file holds no embeddings, or of another length than the cohort's.
+    """
+    components = fitted or Components.fit(result.feature_sample(wanted=SAMPLE_ROWS), count=3)
+    _check_width(result, components)
+    scores = components.project(result.feature_blocks(), count=3)
+    units = components.unit_scores(scores)
+    page = _map_page(result, options)
+    if len(result):
+        page.paint(component_colours(units))
+    page.head("Embedding map", _counts(result))
+    page.component_key(components, units, cohort=fitted is not None)
+    return page.figure
+
+
+def draw_prediction(result: SlideResult, options: PictureOptions, *, column: str) -> "Figure":
+    """One predicted value as a heatmap with a colour bar in its own unit.
+
+    Raises:
+        UsageError: The file has no predicted value of that name.
+    """
+    number = result.column_number(column)
+    values = result.column(column)
+    name = result.output_names[number] if result.output_names else f"value {number}"
+    unit = result.output_unit or UNITS.get(name, "")
+    page = _map_page(result, options)
+    page.head(name, _counts(result))
+    if len(result):
+        page.heat(values, label=unit or name)
+    return page.figure
+
+
+def draw_clusters(result: SlideResult, options: PictureOptions, *, count: int) -> "Figure":
+    """k-means clusters of the embeddings, the largest first, with typical tiles of each.
+
+    Clustering runs on the first 32 principal components.
+
+    Raises:
+        UsageError: The file holds no embeddings, or more clusters are asked for than there
+            are colours that people tell apart.
+    """
+    if not 1 <= count <= len(CLUSTER_COLOURS):
+        raise UsageError(f"--clusters {count}: must be 1 to {len(CLUSTER_COLOURS)}")
+    components = Components.fit(result.feature_sample(wanted=SAMPLE_ROWS))
+    scores = components.project(result.feature_blocks(), count=MAX_COMPONENTS)
+    clusters = k_means(scores, count)
+    page = _map_page(result, options)
+    if len(result):
+        palette = np.array([hex_to_rgb(colour) for colour in CLUSTER_COLOURS], np.uint8)
+        page.paint(palette[clusters.labels])
+    page.head("Clusters", _counts(result))
+    with SlidePictures(result, options.slide) as pictures:
+        page.cluster_legend(clusters, scores, pictures)
+    return page.figure
+
+
+def draw_nearest(
+    result: SlideResult, options: PictureOptions, *, row: int, count: int = 12
+) -> "Figure":
+    """The tiles whose embeddings are closest to one tile's, by cosine similarity.
+
+    Args:
+        result: The file.
+        options: Size and slide.
+        row: The chosen tile's row number.
+        count: Neighbours shown.
+
+    Raises:
+        UsageError: No such row, or the file holds no embeddings.
+    """
+    if not 0 <= row < len(result):
+        raise UsageError(f"--tile {row}: {result.path.name} has rows 0 to {len(result) - 1}")
+    if not 1 <= count <= 60:
+        raise UsageError(f"--neighbours {count}: must be 1 to 60")
+    similarity = cosine_similarity(result, row)
+    order = np.argsort(-similarity, kind="stable")
+    chosen = order[order != row][:count]
+    with SlidePictures(result, options.slide) as pictures:
+        crops = pictures.tiles(np.concatenate([[row], chosen]))
+    page = _map_page(result, options)
+    page.heat(similarity, label="cosine similarity")
+    page.head(f"Tiles like tile {row}", _counts(result))
+    page.mark_tiles(row, chosen)
+    return _with_contact_sheet(page, row, chosen, similarity, crops)
+
+
+def cosine_similarity(result: SlideResult, row: int) -> npt.NDArray[np.float32]:
+    """Cosine of each embedding with one row's, (N,) float32; 0 for a zero vector.
+
+    Raises:
+        UsageError: The file holds no embeddings.
+    """
+    blocks = result.feature_blocks()
+    assert result.features is not None
+    wanted = np.asarray(result.features[row : row + 1], np.float32)[0]
+    wanted = wanted / max(float(np.linalg.norm(wanted)), 1e-30)
+    parts = [
+        (block @ wanted) / np.maximum(np.linalg.norm(block, axis=1), 1e-30) for block in blocks
+    ]
+    return np.concatenate(parts).astype(np.float32)
+
+
+def fit_cohort(results: Sequence[SlideResult]) -> Components:
+    """Components of several files, each weighing by its number of tiles.
+
+    Raises:
+        UsageError: No file holds an embedding, or their lengths differ.
+    """
+    usable = [result for result in results if result.features is not None and len(result)]
+    if not usable:
+        raise UsageError("--fit-on: no file there holds embeddings")
+    total = sum(len(result) for result in usable)
+    samples = []
+    for result in usable:
+        share = max(1, SAMPLE_ROWS * len(result) // total)
+        samples.append(result.feature_sample(wanted=share))
+        if samples[-1].shape[1] != samples[0].shape[1]:
+            raise UsageError(
+                f"--fit-on: {result.path.name} has embeddings of {samples[-1].shape[1]} values, "
+                f"{usable[0].path.name} of {samples[0].shape[1]}; use the files of one model"
+            )
+    return Components.fit(np.concatenate(samples), count=3)
+
+
+def save(figure: "Figure", path: Path, options: PictureOptions) -> None:
+    """Write a figure; its suffix says the format: png, svg or pdf.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
+    import matplotlib as mpl
+
+    try:
+        # Text stays text, and two runs give the same bytes.
+        with mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "view"}):
+            metadata: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+            figure.savefig(
+                path, dpi=options.dpi, facecolor="white", metadata=metadata.get(path.suffix[1:])
+            )
+    except OSError as exc:
+        raise OutputError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
+
+
+def check_installed() -> None:
+    """Say early and plainly that matplotlib is missing.
+
+    Raises:
+        UsageError: It is.
+    """
+    try:
+        import matplotlib as mpl
+    except ModuleNotFoundError as exc:
+        raise UsageError(
+            "pictures need matplotlib; install it with: pip install 'bioptimus-wsi[view]'"
+        ) from exc
+    # No screen is wanted, and none may be there.
+    mpl.use("agg")
+
+
+def _check_width(result: SlideResult, components: Components) -> None:
+    width = 0 if result.features is None else result.features.shape[1]
+    if width != len(components.mean):
+        raise UsageError(
+            f"{result.path.name}: embeddings of {width} values, the cohort's have "
+            f"{len(components.mean)}; use the files of one model"
+        )
+
+
+def _whole_slide(result: SlideResult) -> tuple[float, float, float, float]:
+    return 0.0, 0.0, float(result.dimensions[0]), float(result.dimensions[1])
+
+
+def _around_tiles(result: SlideResult) -> tuple[float, float, float, float]:
+    """The part of the slide that holds tiles, with a margin, inside the slide and the tiles."""
+    if not len(result):
+        return _whole_slide(result)
+    left, top, right, bottom = result.lattice().extent
+    margin = 0.04 * max(right - left, bottom - top)
+    return (
+        min(left, max(0.0, left - margin)),
+        min(top, max(0.0, top - margin)),
+        max(right, min(float(result.dimensions[0]), right + margin)),
+        max(bottom, min(float(result.dimensions[1]), bottom + margin)),
+    )
+
+
+def _map_page(result: SlideResult, options: PictureOptions) -> Page:
+    """A page whose ground is the part of the slide with tiles, in pale greys."""
+    box = _around_tiles(result)
+    magnify = max(result.dimensions) / max(box[2] - box[0], box[3] - box[1])
+    with SlidePictures(result, options.slide) as pictures:
+        ground = pictures.ground(min(4096, round(options.width_px * magnify)))
+    page = Page(result, options, box=box)
+    page.show_ground(ground, pale=True)
+    page.scale_bar()
+    return page
+
+
+def _counts(result: SlideResult) -> str:
+    parts = [f"{len(result):,} tiles of {result.tile.side_um:g} µm", result.model]
+    return " · ".join(part for part in parts if part)
+
+
+def _overview_facts(result: SlideResult) -> list[tuple[str, str]]:
+    width_mm, height_mm = (
+        size * mpp / 1000 for size, mpp in zip(result.dimensions, result.mpp, strict=True)
+    )
+    facts = [
+        ("slide", f"{width_mm:.1f} × {height_mm:.1f} mm"),
+        ("scale", f"{result.mpp[0]:.4g} µm/px"),
+        ("tile", f"{result.tile.size_px} px at {result.tile.mpp:g} µm/px"),
+        ("tiles", f"{len(result):,}"),
+    ]
+    if len(result):
+        area = float(result.tissue_ratios.sum()) * (
+            (result.tile.stride_px * result.tile.mpp / 1000) ** 2
+        )
+        facts.append(("tissue in tiles", f"{area:,.1f} mm²"))
+    if len(result.failed):
+        facts.append(("failed tiles", f"{len(result.failed):,}"))
+    return facts
+
+
+def _with_contact_sheet(
+    page: Page,
+    row: int,
+    chosen: npt.NDArray[np.int64],
+    similarity: npt.NDArray[np.float32],
+    crops: list[npt.NDArray[np.uint8]],
+) -> "Figure":
+    """Add the crops below the map: the chosen tile first, framed."""
+    columns = 7
+    lines = -(-len(crops) // columns)
+    side = (PAGE_INCHES * (1 - 2 * EDGE)) / columns
+    line_inches = side + 0.12
+    page.grow(lines * line_inches + 0.1)
+    height = page.figure.get_figheight()
+    for position, pixels in enumerate(crops):
+        line, column = divmod(position, columns)
+        left = EDGE + column * side / PAGE_INCHES
+        bottom = ((lines - line - 1) * line_inches + 0.24) / height
+        axes = page.figure.add_axes(
+            (left, bottom, (side - 0.1) / PAGE_INCHES, (side - 0.1) / height)
+        )
+        bare(axes)
+        axes.imshow(pixels, interpolation="lanczos", aspect="auto")
+        tile = row if position == 0 else int(chosen[position - 1])
+        label = f"tile {tile}" if position == 0 else f"{tile} · {similarity[tile]:.3f}"
+        axes.set_title(label, fontsize=7, color=INK, pad=2.5, y=-0.15, va="bottom")
+        if position == 0:
+            for spine in axes.spines.values():
+                spine.set(visible=True, color=FAILED_COLOUR, linewidth=2.4)
+    return page.figure

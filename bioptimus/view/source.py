@@ -1,0 +1,351 @@
+"""What a picture is made from: one result file, and the slide itself where it is at hand."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bioptimus.errors import BioptimusError, UsageError
+from bioptimus.tiles import Tile, TileSpec
+from bioptimus.view.components import Floats, every_nth, sample_step
+from bioptimus.view.lattice import Lattice
+
+if TYPE_CHECKING:
+    from bioptimus.inference.results import Result, RowsName
+    from bioptimus.io.wsi import Slide
+
+logger = logging.getLogger(__name__)
+
+# 4,096 rows of 1,536 floats are 24 MiB.
+_BLOCK_BYTES = 24 << 20
+
+# A coarse image of a slide that stores no small level means decoding all of it; beyond this
+# the thumbnail in the file has to do.
+_MAX_LEVEL_PIXELS = 64_000_000
+
+
+class Rows(Protocol):
+    """Rows of a dataset, read when sliced."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, columns)."""
+        ...
+
+    def __getitem__(self, key: slice, /) -> npt.NDArray[Any]:
+        """Some of the rows; the slice has no step."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """A picture of the slide.
+
+    Attributes:
+        pixels: (H, W, 3) uint8.
+        downsample: (x, y) level-0 pixels per pixel of the picture.
+    """
+
+    pixels: npt.NDArray[np.uint8]
+    downsample: tuple[float, float]
+
+    def crop(self, box: tuple[float, float, float, float]) -> npt.NDArray[np.uint8]:
+        """The part under (left, top, right, bottom) in level-0 pixels, at least one pixel."""
+        height, width = self.pixels.shape[:2]
+        left = min(max(0, int(box[0] / self.downsample[0])), width - 1)
+        top = min(max(0, int(box[1] / self.downsample[1])), height - 1)
+        right = min(width, max(left + 1, round(box[2] / self.downsample[0])))
+        bottom = min(height, max(top + 1, round(box[3] / self.downsample[1])))
+        return self.pixels[top:bottom, left:right]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlideResult:
+    """One result file, in the terms of a picture.
+
+    Attributes:
+        name: The slide's file name.
+        path: The result file.
+        slide_path: Where the slide lay when the file was made; it may be gone.
+        model: Name of the model.
+        coords: (N, 2) int64, x, y of the upper-left corners, level-0 pixels.
+        tissue_ratios: (N,) float32, 0..1.
+        dimensions: (width, height) of the slide, level-0 pixels.
+        mpp: (x, y) µm per level-0 pixel.
+        tile: Size, scale and overlap of the tiles.
+        features: (N, D) embeddings, read when sliced; None where the file has none.
+        predictions: (N, K), read when sliced; None where the file has none.
+        output_names: (K,) names of the predicted values.
+        output_unit: Unit of every predicted value where the model tells one, else "".
+        thumbnail: The picture in the file.
+        mask: (H, W) bool, and its (x, y) downsample; None where tissue was not searched.
+        failed: (M, 2) int64, corners of the tiles that have no row.
+    """
+
+    name: str
+    path: Path
+    slide_path: Path
+    model: str
+    coords: npt.NDArray[np.int64]
+    tissue_ratios: npt.NDArray[np.float32]
+    dimensions: tuple[int, int]
+    mpp: tuple[float, float]
+    tile: TileSpec
+    features: Rows | None
+    predictions: Rows | None
+    output_names: tuple[str, ...]
+    output_unit: str
+    thumbnail: Ground | None
+    mask: tuple[npt.NDArray[np.bool_], tuple[float, float]] | None
+    failed: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        """Number of tiles that have a row."""
+        return len(self.coords)
+
+    @property
+    def tile_level0(self) -> tuple[float, float]:
+        """(width, height) of a tile in level-0 pixels."""
+        return self.tile.side_um / self.mpp[0], self.tile.side_um / self.mpp[1]
+
+    @property
+    def stride_level0(self) -> tuple[float, float]:
+        """(x, y) distance of neighbours' corners in level-0 pixels."""
+        step = self.tile.stride_px * self.tile.mpp
+        return step / self.mpp[0], step / self.mpp[1]
+
+    def lattice(self) -> Lattice:
+        """Where the tiles lie; for N ≥ 1."""
+        return Lattice.of(
+            self.coords, tile_level0=self.tile_level0, stride_level0=self.stride_level0
+        )
+
+    def feature_blocks(self) -> Iterator[Floats]:
+        """The embeddings, some 24 MiB at a time, as float32.
+
+        Raises:
+            UsageError: The file holds no embeddings.
+        """
+        if self.features is None:
+            raise UsageError(
+                f"{self.path.name}: holds no embeddings; run `bioptimus embed`, or "
+                "`bioptimus predict --with-embeddings`"
+            )
+        return _blocks(self.features)
+
+    def feature_sample(self, *, wanted: int) -> Floats:
+        """At most ``wanted`` embeddings, evenly spaced in plan order, (n, D) float32."""
+        step = sample_step(len(self), wanted=wanted)
+        parts = list(every_nth(self.feature_blocks(), step))
+        width = 0 if self.features is None else self.features.shape[1]
+        return np.concatenate(parts) if parts else np.zeros((0, width), np.float32)
+
+    def column(self, name: str) -> Floats:
+        """One predicted value of every tile, (N,) float32.
+
+        Args:
+            name: One of ``output_names``, in any case, or its number from 0.
+
+        Raises:
+            UsageError: The file has no predictions, or none of that name.
+        """
+        position = self.column_number(name)
+        assert self.predictions is not None
+        parts = [block[:, position].copy() for block in _blocks(self.predictions)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def column_number(self, name: str) -> int:
+        """Number of a predicted value, from 0; see :meth:`column`."""
+        if self.predictions is None:
+            raise UsageError(
+                f"{self.path.name}: holds no predictions; run `bioptimus predict` first"
+            )
+        for position, known in enumerate(self.output_names):
+            if known.casefold() == name.casefold():
+                return position
+        width = self.predictions.shape[1]
+        if name.isdecimal() and int(name) < width:
+            return int(name)
+        some = ", ".join(self.output_names[:8]) + (" …" if len(self.output_names) > 8 else "")
+        known_text = f"known are {some}" if some else f"columns are 0 to {width - 1}"
+        raise UsageError(f"{self.path.name}: no predicted value named {name}; {known_text}")
+
+    def tile_at(self, location: tuple[float, float]) -> int:
+        """Row of the tile that holds a point, else of the nearest one.
+
+        Args:
+            location: x, y in level-0 pixels.
+        """
+        centres = self.coords + np.asarray(self.tile_level0) / 2
+        return int(np.square(centres - np.asarray(location)).sum(axis=1).argmin())
+
+
+def _blocks(rows: Rows) -> Iterator[Floats]:
+    count, width = rows.shape
+    step = max(1, _BLOCK_BYTES // (4 * max(1, width)))
+    for start in range(0, count, step):
+        yield np.asarray(rows[start : start + step], np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DatasetRows:
+    """Rows of one dataset of a result file."""
+
+    result: "Result"
+    name: "RowsName"
+    shape: tuple[int, ...]
+
+    def __getitem__(self, key: slice, /) -> npt.NDArray[Any]:
+        start, stop, _ = key.indices(self.shape[0])
+        return self.result.read(self.name, start, stop)
+
+
+def open_source(path: Path) -> SlideResult:
+    """Open a result file for pictures; its large arrays are read as they are needed.
+
+    Raises:
+        OutputError: The file is missing, unfinished, damaged or not a result file.
+    """
+    from bioptimus.inference.results import open_result
+
+    return source_of(open_result(path))
+
+
+def source_of(result: "Result") -> SlideResult:
+    """An opened result file in the terms of a picture.
+
+    Raises:
+        OutputError: The file cannot be read any more.
+    """
+    count = len(result)
+    features = _DatasetRows(result=result, name="features", shape=(count, result.embedding_dim))
+    predictions = _DatasetRows(
+        result=result, name="predictions", shape=(count, result.prediction_dim)
+    )
+    failed = [(tile.x, tile.y) for tile in result.failed_tiles]
+    thumbnail, mask = result.thumbnail, result.tissue_mask
+    return SlideResult(
+        name=result.slide_name,
+        path=result.path,
+        slide_path=result.slide_path,
+        model=result.model.name,
+        coords=result.coords,
+        tissue_ratios=result.tissue_ratios,
+        dimensions=result.dimensions,
+        mpp=result.mpp,
+        tile=result.tile,
+        features=features if result.embedding_dim else None,
+        predictions=predictions if result.prediction_dim else None,
+        output_names=result.output_names,
+        # The models that take log1p give back TPM.
+        output_unit="TPM" if result.model.omics_transform == "log1p" else "",
+        thumbnail=Ground(pixels=thumbnail.pixels, downsample=thumbnail.downsample)
+        if thumbnail
+        else None,
+        mask=(mask.pixels > 0, mask.downsample) if mask else None,
+        failed=np.array(failed, np.int64).reshape(-1, 2),
+    )
+
+
+class SlidePictures:
+    """Pixels for pictures: from the slide where it can be opened, else from the thumbnail.
+
+    Owner: the one picture being drawn; use as a context manager. A slide that is gone or
+    cannot be read is no error here, the thumbnail is in the file.
+    """
+
+    def __init__(self, result: SlideResult, slide: Path | None) -> None:
+        self._result = result
+        self._slide = _open_slide(slide, result) if slide is not None else None
+
+    def __enter__(self) -> "SlidePictures":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._slide is not None:
+            self._slide.close()
+
+    @property
+    def sharp(self) -> bool:
+        """Whether pixels come from the slide itself."""
+        return self._slide is not None
+
+    def ground(self, max_px: int) -> Ground | None:
+        """Picture of the whole slide, its longer side about ``max_px``, or None."""
+        stored = self._result.thumbnail
+        if self._slide is None or (stored and max(stored.pixels.shape[:2]) >= max_px):
+            return stored
+        levels: list[tuple[int, int]] = [
+            size for size in self._slide.level_dimensions if max(size) >= max_px
+        ]
+        if levels and min(width * height for width, height in levels) > _MAX_LEVEL_PIXELS:
+            return stored
+        try:
+            image = self._slide.thumbnail(max_px)
+        except BioptimusError as exc:
+            logger.warning("%s: %s; drawing from the stored thumbnail", self._result.name, exc)
+            return stored
+        return Ground(pixels=image.pixels, downsample=image.downsample)
+
+    def tiles(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.uint8]]:
+        """The pixels of some tiles, as the model saw them where the slide is there.
+
+        Args:
+            rows: Row numbers.
+
+        Returns:
+            One (h, w, 3) uint8 array a row; small where only a thumbnail is there, a grey
+            square where there is not even that.
+        """
+        result = self._result
+        width, height = result.tile_level0
+        found: list[npt.NDArray[np.uint8]] = []
+        for row in rows:
+            x, y = (int(value) for value in result.coords[row])
+            tile = Tile(index=int(row), x=x, y=y, width=width, height=height)
+            found.append(self._tile(tile))
+        return found
+
+    def _tile(self, tile: Tile) -> npt.NDArray[np.uint8]:
+        if self._slide is not None:
+            try:
+                pixels: npt.NDArray[np.uint8] = self._slide.tile_reader(self._result.tile).read(
+                    tile
+                )
+            except BioptimusError as exc:
+                logger.warning("%s: %s; cut from the stored thumbnail", self._result.name, exc)
+            else:
+                return pixels
+        if self._result.thumbnail is None:
+            return np.full((8, 8, 3), 200, np.uint8)
+        return self._result.thumbnail.crop(
+            (tile.x, tile.y, tile.x + tile.width, tile.y + tile.height)
+        )
+
+
+def _open_slide(path: Path, result: SlideResult) -> "Slide | None":
+    """The opened slide, or None with one log line."""
+    from bioptimus.io.wsi import OpenOptions, Slide
+
+    if not path.exists():
+        logger.info("%s: not there; drawing from the stored thumbnail", path)
+        return None
+    # The resolution that the file was made with, whatever the slide says of itself.
+    options = OpenOptions(mpp_override=result.mpp[0], allow_upsample=True)
+    try:
+        slide = Slide.open(path, options)
+    except BioptimusError as exc:
+        logger.warning("%s; drawing from the stored thumbnail", exc)
+        return None
+    if tuple(slide.dimensions) != result.dimensions:
+        logger.warning(
+            "%s: is %s x %s px, the result was made from %s x %s px; drawing from the thumbnail",
+            path.name, *slide.dimensions, *result.dimensions,
+        )  # fmt: skip
+        slide.close()
+        return None
+    return slide

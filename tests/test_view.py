@@ -1,0 +1,320 @@
+"""Pictures of a result file, drawn from real files and looked at by their pixels."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from bioptimus.errors import OutputError, UsageError
+from bioptimus.tiles import TileSpec
+from bioptimus.view import figures
+from bioptimus.view.colours import FAILED_COLOUR, hex_to_rgb
+from bioptimus.view.figures import cosine_similarity, fit_cohort
+from bioptimus.view.page import PictureOptions
+from bioptimus.view.source import SlidePictures, SlideResult, open_source
+from cli.main import app
+from tests.results import Sample, sample_slide, write_result
+
+SMALL = PictureOptions(width_px=600)
+
+
+@pytest.fixture(scope="module")
+def sample() -> Sample:
+    root = Path(__file__).resolve().parent.parent
+    slide = root / "examples" / "CMU-1-Small-Region.svs"
+    return sample_slide(slide, tile=TileSpec(size_px=112), fail=2)
+
+
+@pytest.fixture
+def result_file(sample: Sample, tmp_path: Path) -> Path:
+    return write_result(tmp_path / "in" / "slide.h5", sample)
+
+
+def changed(sample: Sample, **changes: Any) -> Sample:
+    return replace(sample, **changes)
+
+
+def empty(sample: Sample) -> Sample:
+    return changed(
+        sample,
+        coords=np.zeros((0, 2), np.int64),
+        features=np.zeros((0, 21), np.float32),
+        predictions=np.zeros((0, 3), np.float32),
+        failed=np.zeros((0, 2), np.int64),
+    )
+
+
+def pixels_of(path: Path) -> npt.NDArray[np.int64]:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB")).astype(np.int64)
+
+
+def pixels_near(picture: npt.NDArray[np.int64], colour: str) -> int:
+    return int((np.abs(picture - hex_to_rgb(colour)).max(axis=2) < 12).sum())
+
+
+def drawn(result: SlideResult, path: Path, kind: str, **options: object) -> Path:
+    figure = getattr(figures, f"draw_{kind}")(result, SMALL, **options)
+    figures.save(figure, path, SMALL)
+    return path
+
+
+def test_without_a_choice_the_overview_and_the_embedding_map_are_drawn(
+    result_file: Path, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(
+        app, ["view", str(result_file), "--out", str(tmp_path / "out"), "--width-px", "600"]
+    )
+    assert done.exit_code == 0, done.output
+    paths = [Path(line) for line in done.stdout.splitlines()]
+    assert [path.name for path in paths] == ["slide.overview.png", "slide.embedding.png"]
+    for path in paths:
+        assert pixels_of(path).shape[1] == 600
+
+
+def test_failed_tiles_are_marked(sample: Sample, result_file: Path, tmp_path: Path) -> None:
+    with_marks = drawn(open_source(result_file), tmp_path / "a.png", "overview")
+    none = changed(sample, failed=np.zeros((0, 2), np.int64))
+    without = drawn(
+        open_source(write_result(tmp_path / "none.h5", none)), tmp_path / "b.png", "overview"
+    )
+    assert pixels_near(pixels_of(with_marks), FAILED_COLOUR) > 10
+    assert pixels_near(pixels_of(without), FAILED_COLOUR) == 0
+
+
+def test_a_picture_is_the_same_each_time(result_file: Path, tmp_path: Path) -> None:
+    for suffix in ("png", "svg", "pdf"):
+        paths = [
+            drawn(open_source(result_file), tmp_path / f"{turn}.{suffix}", "embedding")
+            for turn in range(2)
+        ]
+        assert paths[0].read_bytes() == paths[1].read_bytes(), suffix
+
+
+def test_svg_keeps_its_words_as_text(result_file: Path, tmp_path: Path) -> None:
+    path = drawn(
+        open_source(result_file), tmp_path / "a.svg", "prediction", column="haematoxylin_od"
+    )
+    words = "".join(ElementTree.parse(path).getroot().itertext())
+    assert "haematoxylin_od" in words
+    assert "optical density" in words, "the colour bar names the unit"
+    assert "0.2 mm" in words, "the scale bar names its length"
+
+
+def test_scale_bar_is_as_long_as_it_says(result_file: Path) -> None:
+    figure = figures.draw_overview(open_source(result_file), SMALL)
+    axes = figure.axes[0]
+    label = next(text for text in axes.texts if text.get_text().endswith(" mm"))
+    length_um = float(label.get_text().removesuffix(" mm")) * 1000
+    bars = [patch for patch in axes.patches if patch.get_facecolor()[:3] != (1, 1, 1)]
+    (bar,) = bars
+    assert bar.get_extents().width / figure.dpi > 0.5
+    width_level0 = bar.get_bbox().width  # type: ignore[attr-defined]
+    assert width_level0 * 0.499 == pytest.approx(length_um, rel=1e-6)
+
+
+def test_heatmap_colours_follow_the_values(result_file: Path) -> None:
+    result = open_source(result_file)
+    figure = figures.draw_prediction(result, SMALL, column="brightness")
+    image = figure.axes[0].images[-1]
+    shown: npt.NDArray[np.float32] = np.ma.getdata(np.ma.asarray(image.get_array()))
+    lattice = result.lattice()
+    np.testing.assert_array_equal(shown[lattice.rows, lattice.columns], result.column("brightness"))
+    low, high = image.get_clim()
+    assert low == pytest.approx(np.percentile(result.column("brightness"), 1))
+    assert high == pytest.approx(np.percentile(result.column("brightness"), 99))
+
+
+def test_equal_features_have_equal_colours_on_every_slide_of_a_cohort(
+    sample: Sample, tmp_path: Path
+) -> None:
+    assert sample.features is not None
+    half = len(sample.coords) // 2
+    parts = [slice(0, half), slice(half // 2, None)]
+    results = [
+        open_source(
+            write_result(
+                tmp_path / f"{number}.h5",
+                changed(
+                    sample,
+                    coords=sample.coords[part],
+                    features=sample.features[part],
+                    predictions=None,
+                ),
+            )
+        )
+        for number, part in enumerate(parts)
+    ]
+    fitted = fit_cohort(results)
+    rasters = []
+    for result in results:
+        figure = figures.draw_embedding(result, SMALL, fitted=fitted)
+        lattice = result.lattice()
+        raster = np.asarray(figure.axes[0].images[-1].get_array())
+        rasters.append(raster[lattice.rows, lattice.columns, :3])
+    shared = half - half // 2
+    np.testing.assert_array_equal(rasters[0][half // 2 :], rasters[1][:shared])
+
+
+def test_a_cohort_of_two_models_is_refused(sample: Sample, tmp_path: Path) -> None:
+    assert sample.features is not None
+    other = changed(sample, features=sample.features[:, :9])
+    results = [
+        open_source(write_result(tmp_path / f"{number}.h5", each))
+        for number, each in enumerate((sample, other))
+    ]
+    with pytest.raises(UsageError, match="use the files of one model"):
+        fit_cohort(results)
+    with pytest.raises(UsageError, match="use the files of one model"):
+        figures.draw_embedding(results[1], SMALL, fitted=fit_cohort(results[:1]))
+
+
+def test_the_nearest_tiles_are_those_of_highest_cosine(sample: Sample, result_file: Path) -> None:
+    assert sample.features is not None
+    found = cosine_similarity(open_source(result_file), 5)
+    unit = sample.features / np.linalg.norm(sample.features, axis=1, keepdims=True)
+    np.testing.assert_allclose(found, unit @ unit[5], atol=1e-5)
+    figure = figures.draw_nearest(open_source(result_file), SMALL, row=5, count=4)
+    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    order = np.argsort(-(unit @ unit[5]))
+    assert titles[0] == "tile 5"
+    assert [int(title.split(" · ")[0]) for title in titles[1:]] == order[1:5].tolist()
+
+
+def test_at_finds_the_tile_that_holds_the_point(sample: Sample, result_file: Path) -> None:
+    result = open_source(result_file)
+    for row in (0, 17, len(result) - 1):
+        x, y = sample.coords[row]
+        assert result.tile_at((x + 3, y + 3)) == row
+
+
+def test_crops_are_the_slides_own_pixels_where_it_is_there(
+    sample: Sample, result_file: Path
+) -> None:
+    result = open_source(result_file)
+    rows = np.array([30])
+    with SlidePictures(result, sample.slide) as sharp, SlidePictures(result, None) as stored:
+        assert sharp.sharp
+        assert not stored.sharp
+        assert sharp.tiles(rows)[0].shape == (112, 112, 3)
+        small = stored.tiles(rows)[0]
+        assert small.shape[0] == pytest.approx(112 / 4, abs=1)
+        again = np.asarray(Image.fromarray(sharp.tiles(rows)[0]).resize(small.shape[1::-1]))
+        assert np.abs(again.astype(int) - small).mean() < 12
+
+
+@pytest.mark.parametrize("slide", ["gone.svs", "other"])
+def test_a_slide_that_is_gone_or_another_one_leaves_the_thumbnail(
+    sample: Sample, result_file: Path, slide: str, shared_slides: Path
+) -> None:
+    path = Path(slide) if slide == "gone.svs" else shared_slides / "aperio" / "small.svs"
+    with SlidePictures(open_source(result_file), path) as pictures:
+        assert not pictures.sharp
+        ground = pictures.ground(600)
+    assert sample.thumbnail is not None
+    assert ground is not None
+    np.testing.assert_array_equal(ground.pixels, sample.thumbnail[0])
+
+
+@pytest.mark.parametrize("kind", ["overview", "embedding", "clusters", "prediction"])
+def test_an_empty_slide_has_pictures_too(sample: Sample, tmp_path: Path, kind: str) -> None:
+    result = open_source(write_result(tmp_path / "empty.h5", empty(sample)))
+    known: dict[str, dict[str, object]] = {
+        "clusters": {"count": 3},
+        "prediction": {"column": "brightness"},
+    }
+    options = known.get(kind, {})
+    assert pixels_of(drawn(result, tmp_path / "a.png", kind, **options)).min() < 100
+
+
+def test_a_file_without_a_thumbnail_is_drawn_on_white(sample: Sample, tmp_path: Path) -> None:
+    bare = changed(sample, thumbnail=None, mask=None)
+    result = open_source(write_result(tmp_path / "bare.h5", bare))
+    for kind in ("overview", "embedding"):
+        drawn(result, tmp_path / f"{kind}.png", kind)
+
+
+def test_one_tile_is_enough_for_every_picture(sample: Sample, tmp_path: Path) -> None:
+    assert sample.features is not None
+    one = changed(
+        sample,
+        coords=sample.coords[:1],
+        features=sample.features[:1],
+        predictions=sample.features[:1, :3].copy(),
+    )
+    path = write_result(tmp_path / "one.h5", one)
+    words = "--overview --embedding --column 0 --clusters 4 --tile 0 --width-px 400"
+    done = CliRunner().invoke(
+        app,
+        ["view", str(path), "--out", str(tmp_path), *words.split()],
+        catch_exceptions=False,
+    )
+    assert done.exit_code == 0
+    assert len(done.stdout.splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--column", "KRT5"], "no predicted value named KRT5; known are brightness"),
+        (["--tile", "9999"], "has rows 0 to"),
+        (["--clusters", "13"], "must be 1 to 12"),
+        (["--at", "12"], "give x,y in level-0 pixels"),
+        (["--tile", "1", "--at", "1,2"], "give one of them"),
+        (["--width-px", "10"], "must be 300 to 12000"),
+        (["--slide", "nowhere.svs"], "no such file"),
+        (["--embedding", "--fit-on", "."], "holds no result files"),
+    ],
+)
+def test_a_wrong_choice_is_a_usage_error_that_says_what_is_right(
+    result_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    done = CliRunner().invoke(app, ["view", str(result_file), *arguments])
+    assert isinstance(done.exception, UsageError)
+    assert words in str(done.exception)
+
+
+def test_a_file_without_embeddings_says_how_to_get_them(sample: Sample, tmp_path: Path) -> None:
+    path = write_result(tmp_path / "only.h5", changed(sample, features=None))
+    with pytest.raises(UsageError, match="bioptimus predict --with-embeddings"):
+        figures.draw_clusters(open_source(path), SMALL, count=3)
+
+
+def test_a_picture_that_cannot_be_written_is_an_output_error(
+    result_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["view", str(result_file), "--out", str(tmp_path / "file")])
+    assert isinstance(done.exception, OutputError)
+
+
+def test_without_matplotlib_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"bioptimus-wsi\[view\]"):
+        figures.check_installed()
+
+
+def test_embeddings_are_read_in_bounded_blocks(
+    sample: Sample, result_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sample.features is not None
+    width = sample.features.shape[1]
+    monkeypatch.setattr("bioptimus.view.source._BLOCK_BYTES", 4 * width * 50)
+    sizes = [len(block) for block in open_source(result_file).feature_blocks()]
+    assert max(sizes) == 50
+    assert sum(sizes) == len(open_source(result_file))
