@@ -1,73 +1,60 @@
 """A runner answers any batch, checks what it is given, and gives float32 on the CPU."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from bioptimus.errors import CheckpointError, _ForwardError
+from bioptimus.errors import CheckpointError, OutOfDeviceMemoryError, UsageError, _ForwardError
 from bioptimus.models.types import ModelSpec
-from bioptimus.runtime.runners import Runner, open_runner
+from bioptimus.runtime.export import save, trace
+from bioptimus.runtime.fitting import fit_spec
+from bioptimus.runtime.runners import PortableRunner, Runner, forward_error, open_runner
 from bioptimus.tiles import TileSpec
-
-SPEC = ModelSpec(name="tiny", tile=TileSpec(size_px=8), embedding_dim=5)
-
-
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 5)
-
-    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.linear(tiles.float().mean((1, 2)) / 255)
-        return result
+from tests.tiny_models import TINY, random_tiles, save_foreign, save_tiny, tiny
 
 
-def save(path: Path, *, largest: int | None = 8) -> nn.Module:
-    torch.manual_seed(0)
-    module = Tiny().eval()
-    shapes = None if largest is None else ({0: torch.export.Dim("batch", min=1, max=largest)},)
-    example = torch.zeros((4, 8, 8, 3), dtype=torch.uint8)
-    torch.export.save(torch.export.export(module, (example,), dynamic_shapes=shapes), path)
-    return module
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    path = save_foreign(tmp_path_factory.mktemp("runner") / "tiny.pt2")
+    return open_runner(path, device="cpu", spec=TINY)
 
 
-def tiles(count: int) -> torch.Tensor:
-    torch.manual_seed(count)
-    return torch.randint(0, 256, (count, 8, 8, 3), dtype=torch.uint8)
-
-
-@pytest.fixture
-def runner(tmp_path: Path) -> Runner:
-    save(tmp_path / "tiny.pt2")
-    return open_runner(tmp_path / "tiny.pt2", device="cpu", spec=SPEC)
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    path = save_foreign(tmp_path_factory.mktemp("runner") / "tiny.pt2", largest=None)
+    return open_runner(path, device="cpu", spec=TINY)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 9, 20])
-@pytest.mark.parametrize("largest", [8, None], ids=["up to 8", "exactly 4"])
 def test_batches_of_any_length_equal_the_eager_model(
-    tmp_path: Path, count: int, largest: int | None
+    runner: Runner, of_four: Runner, count: int
 ) -> None:
-    module = save(tmp_path / "tiny.pt2", largest=largest)
-    runner = open_runner(tmp_path / "tiny.pt2", device="cpu", spec=SPEC)
-    (output,) = runner(tiles(count))
-    assert output.dtype == torch.float32
-    torch.testing.assert_close(output, module(tiles(count)).detach())
+    expected = tiny()(random_tiles(count)).detach()
+    for each in (runner, of_four):
+        (output,) = each(random_tiles(count))
+        assert output.dtype == torch.float32
+        torch.testing.assert_close(output, expected)
+
+
+def test_batch_limits_are_those_of_the_export(runner: Runner, of_four: Runner) -> None:
+    assert (runner.max_batch, of_four.max_batch) == (8, 4)
 
 
 def test_no_tiles_give_no_rows(runner: Runner) -> None:
-    (output,) = runner(tiles(0))
+    (output,) = runner(random_tiles(0))
     assert output.shape == (0, 5)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        tiles(2).float(),
-        tiles(2)[:, :4],
-        tiles(2).permute(0, 3, 1, 2),
-        tiles(2)[0],
+        random_tiles(2).float(),
+        random_tiles(2)[:, :4],
+        random_tiles(2).permute(0, 3, 1, 2),
+        random_tiles(2)[0],
         torch.tensor(1, dtype=torch.uint8),
     ],
     ids=["dtype", "height", "layout", "no batch", "scalar"],
@@ -81,16 +68,181 @@ def test_inputs_the_program_was_not_exported_for_are_refused(
 
 def test_wrong_number_of_inputs_is_refused(runner: Runner) -> None:
     with pytest.raises(_ForwardError, match="takes 1 inputs"):
-        runner(tiles(2), torch.zeros(2, 4))
+        runner(random_tiles(2), torch.zeros(2, 4))
 
 
 def test_strided_input_gives_the_same_bits(runner: Runner) -> None:
     wide = torch.zeros((3, 8, 16, 3), dtype=torch.uint8)
-    wide[:, :, ::2] = tiles(3)
-    assert torch.equal(runner(wide[:, :, ::2])[0], runner(tiles(3))[0])
+    wide[:, :, ::2] = random_tiles(3)
+    assert torch.equal(runner(wide[:, :, ::2])[0], runner(random_tiles(3))[0])
 
 
-def test_a_text_file_is_a_checkpoint_error(tmp_path: Path) -> None:
-    (tmp_path / "no.pt2").write_text("hello")
-    with pytest.raises(CheckpointError, match=r"no\.pt2"):
-        open_runner(tmp_path / "no.pt2", device="cpu", spec=SPEC)
+def test_eight_threads_get_the_bits_of_one(runner: Runner) -> None:
+    expected = {count: runner(random_tiles(count))[0] for count in range(1, 12)}
+    wrong: list[int] = []
+
+    def ask(offset: int) -> None:
+        for number in range(40):
+            count = (number + offset) % 11 + 1
+            if not torch.equal(runner(random_tiles(count))[0], expected[count]):
+                wrong.append(count)
+
+    threads = [threading.Thread(target=ask, args=(offset,)) for offset in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class Counting(nn.Module):
+    """Notes how many calls are inside it at once; two must meet before any leaves."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__()
+        self.inside = 0
+        self.most = 0
+        self.lock = threading.Lock()
+        self.meeting = threading.Barrier(parties)
+
+    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        self.meeting.wait(30)
+        with self.lock:
+            self.inside -= 1
+        return tiles[:, :1, 0, 0].float()
+
+
+def test_no_more_passes_at_once_than_asked_for(runner: Runner) -> None:
+    assert isinstance(runner, PortableRunner)
+    module = Counting(parties=2)
+    counted = PortableRunner(module, runner.signature, device="cpu", slots=5)
+    counted.set_concurrency(2)
+    threads = [threading.Thread(target=counted, args=(random_tiles(1),)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert module.most == 2
+
+
+class Failing(nn.Module):
+    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("first\nsecond")
+
+
+def test_a_failing_pass_is_a_forward_error_and_the_next_one_runs(runner: Runner) -> None:
+    assert isinstance(runner, PortableRunner)
+    failing = PortableRunner(Failing(), runner.signature, device="cpu", slots=1)
+    for _ in range(3):  # with one slot, a slot that is not given back would hang here
+        with pytest.raises(_ForwardError, match=r"^the forward pass failed: first$"):
+            failing(random_tiles(1))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        MemoryError(),
+    ],
+)
+def test_lack_of_memory_has_its_own_error(error: Exception) -> None:
+    assert isinstance(forward_error(error), OutOfDeviceMemoryError)
+
+
+class Pair(nn.Module):
+    """(embedding (N, 5), prediction (N, 2)): the other way round than our order."""
+
+    def forward(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = tiles.float().flatten(1)
+        return flat[:, :5], flat[:, 5:7]
+
+
+class Tokens(nn.Module):
+    """(N, 6, 3): a class token, a register, four patches."""
+
+    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+        return tiles.float().flatten(1)[:, :18].reshape(-1, 6, 3)
+
+
+class Mask(nn.Module):
+    """(N, 1, 8, 8)."""
+
+    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+        return tiles[..., :1].float().permute(0, 3, 1, 2)
+
+
+def opened(path: Path, module: nn.Module, spec: ModelSpec) -> Runner:
+    save(trace(module, spec), spec, path)
+    return open_runner(path, device="cpu", spec=spec)
+
+
+def test_a_pair_comes_out_prediction_first(tmp_path: Path) -> None:
+    spec = TINY.with_(output_kind="prediction_and_embedding", prediction_dim=2)
+    prediction, embedding = opened(tmp_path / "m.pt2", Pair(), spec)(random_tiles(3))
+    assert (prediction.shape, embedding.shape) == ((3, 2), (3, 5))
+
+
+@pytest.mark.parametrize(
+    ("pooling", "dim", "expected"),
+    [("cls", 3, [0, 1, 2]), ("mean", 3, [10.5, 11.5, 12.5]),
+     ("cls_mean", 6, [0, 1, 2, 10.5, 11.5, 12.5])],
+)  # fmt: skip
+def test_tokens_are_pooled_without_class_and_register_tokens(
+    tmp_path: Path, pooling: str, dim: int, expected: list[float]
+) -> None:
+    spec = TINY.with_(embedding_dim=dim, pooling=pooling, prefix_tokens=2)
+    tiles = torch.arange(192, dtype=torch.uint8).reshape(1, 8, 8, 3)
+    (embedding,) = opened(tmp_path / "m.pt2", Tokens(), spec)(tiles)
+    assert embedding[0].tolist() == expected
+
+
+def test_a_mask_loses_its_channel_axis(tmp_path: Path) -> None:
+    spec = TINY.with_(output_kind="mask", embedding_dim=0)
+    tiles = random_tiles(2)
+    (mask,) = opened(tmp_path / "m.pt2", Mask(), spec)(tiles)
+    assert torch.equal(mask, tiles[..., 0].float())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"embedding_dim": 7}, r"gives float32 \(N, 5\), but tiny gives float32 \(N, 7\)"),
+        ({"tile": TileSpec(size_px=16)}, r"takes uint8 \(N, 8, 8, 3\), but tiny takes"),
+        ({"input_layout": "nchw_float32"}, r"but tiny takes float32 \(N, 3, 8, 8\)"),
+        ({"rna_dim": 9}, r"and float32 \(N, 9\)"),
+        ({"output_kind": "mask"}, r"gives float32 \(N, 8, 8\)"),
+    ],
+)
+def test_a_program_that_is_not_what_the_spec_says_is_refused(
+    tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    path = save_tiny(tmp_path / "tiny.pt2")
+    with pytest.raises(CheckpointError, match=words):
+        open_runner(path, device="cpu", spec=TINY.with_(**changes))
+
+
+def test_h0_mini_with_the_mean_of_its_patches_is_known_by_its_width(tmp_path: Path) -> None:
+    spec = TINY.with_(name="h0-mini", embedding_dim=3, pooling="cls")
+    wide = TINY.with_(embedding_dim=6, pooling="cls_mean", prefix_tokens=2)
+
+    class Six(nn.Module):
+        def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+            return tiles.float().flatten(1)[:, :6]
+
+    runner = opened(tmp_path / "m.pt2", Six(), wide)
+    assert isinstance(runner, PortableRunner)
+    fitted = fit_spec(spec, runner.signature)
+    assert (fitted.embedding_dim, fitted.pooling) == (6, "cls_mean")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps"])
+def test_a_device_that_is_not_there_is_a_usage_error(tmp_path: Path, device: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    path = save_tiny(tmp_path / "tiny.pt2")
+    with pytest.raises(UsageError, match=device):
+        open_runner(path, device=device, spec=TINY)

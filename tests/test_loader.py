@@ -1,0 +1,113 @@
+"""A name or a file becomes the model it says it is, or an error that names the next step."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bioptimus.errors import CheckpointError, UsageError
+from bioptimus.runtime.archive import file_sha256
+from bioptimus.runtime.loader import build_server_model, resolve_model
+from bioptimus.runtime.server_model import BaseServerModel, BulkRNAServerModel, MaskServerModel
+from tests.test_runners import Mask
+from tests.tiny_models import TINY, TinyRNA, save_foreign, save_module, save_tiny
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("loader") / "tiny.pt2")
+
+
+def test_a_file_with_a_description_needs_no_name(portable: Path) -> None:
+    model = build_server_model(str(portable))
+    assert type(model) is BaseServerModel
+    assert model.model_spec == TINY
+    assert model.checkpoint_path == portable
+    assert model.checkpoint_sha256 == file_sha256(portable)
+
+
+def test_the_class_follows_the_description(tmp_path: Path) -> None:
+    mask = TINY.with_(name="mask", output_kind="mask", embedding_dim=0)
+    genes = TINY.with_(
+        name="genes", output_kind="prediction_and_embedding", prediction_dim=2, rna_dim=7
+    )
+    save_module(Mask(), mask, tmp_path / "mask.pt2")
+    save_module(TinyRNA(), genes, tmp_path / "genes.pt2")
+    assert type(build_server_model(tmp_path / "mask.pt2")) is MaskServerModel
+    assert type(build_server_model(tmp_path / "genes.pt2")) is BulkRNAServerModel
+
+
+def test_a_file_without_a_description_needs_a_name(tmp_path: Path) -> None:
+    path = save_foreign(tmp_path / "foreign.pt2")
+    with pytest.raises(CheckpointError, match=r"carries no description.*--checkpoint"):
+        resolve_model(path)
+    with pytest.raises(CheckpointError, match=r"takes uint8 .*but h1 takes float32"):
+        resolve_model("h1", path)
+
+
+def test_a_file_of_another_model_than_asked_for_is_refused(portable: Path) -> None:
+    with pytest.raises(CheckpointError, match="is tiny, asked for was h1"):
+        resolve_model("h1", portable)
+
+
+def test_weights_that_are_the_users_are_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"h1: .*pass --checkpoint PATH\.pt2"):
+        resolve_model("h1", assets_root=tmp_path)
+
+
+def test_checkpoints_are_found_in_the_assets_folder(portable: Path, tmp_path: Path) -> None:
+    target = tmp_path / "h1.pt2"
+    target.symlink_to(portable)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/h1\.pt2: is tiny"):
+        resolve_model("h1", assets_root=tmp_path)
+    assert resolve_model("h1.pt2", assets_root=tmp_path).checkpoint == target
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="h2: no such model; known are lite0, h0"):
+        resolve_model("h2")
+
+
+def test_a_missing_file_is_a_checkpoint_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no\.pt2: no such file"):
+        resolve_model(str(tmp_path / "no.pt2"))
+
+
+def test_a_pinned_digest_is_kept_to(portable: Path) -> None:
+    digest = file_sha256(portable)
+    assert resolve_model(portable, sha256=digest.upper()).checkpoint == portable
+    with pytest.raises(CheckpointError, match=f"sha256 is {digest}, not the one"):
+        build_server_model(portable, sha256="0" * 64)
+    with pytest.raises(UsageError, match="64 hexadecimal"):
+        resolve_model(portable, sha256="abc")
+
+
+def prepared(**given: str) -> list[str]:
+    code = (
+        "import sys, os; from bioptimus.runtime.loader import prepare_environment\n"
+        "prepare_environment(); assert 'torch' not in sys.modules\n"
+        "print(os.environ.get('OMP_WAIT_POLICY'), os.environ['AOTI_RUNTIME_CHECK_INPUTS'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if "OMP_WAIT" not in k and "AOTI" not in k}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=True, env=environment | given,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def test_torch_finds_its_environment_set_and_the_users_settings_kept() -> None:
+    assert prepared() == ["PASSIVE", "1"]
+    assert prepared(OMP_WAIT_POLICY="ACTIVE", AOTI_RUNTIME_CHECK_INPUTS="0") == ["ACTIVE", "0"]
+    assert prepared(GOMP_SPINCOUNT="0") == ["None", "1"]
+
+
+def test_build_server_model_is_offered_by_the_package_without_loading_torch() -> None:
+    code = (
+        "import sys; import bioptimus.runtime as r; assert 'torch' not in sys.modules\n"
+        "print(r.build_server_model.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "bioptimus.runtime.loader"
