@@ -456,6 +456,9 @@ def _bulk_rna(values: Any) -> npt.NDArray[np.float32]:
             raise RequestError(f"{name}: holds NaN or infinity")
         return values
     array = _values(name, values)
+    # numpy reads true among numbers as 1.
+    if not isinstance(values, np.ndarray) and bool in set(map(type, values)):
+        raise RequestError(f"{name}: must be a list of numbers, without true or false")
     if array.ndim != 1:
         raise RequestError(f"{name}: must be a flat list of numbers")
     if not np.isfinite(array).all():
@@ -473,8 +476,7 @@ def _values(name: str, values: Any) -> npt.NDArray[np.float32]:
             array = np.asarray(values, dtype=np.float64)
     except (ValueError, TypeError, OverflowError) as exc:
         raise RequestError(f"{name}: must be a list of numbers ({exc})") from exc
-    mixed = not isinstance(values, np.ndarray) and bool in _leaf_types(values)
-    if mixed or (array.dtype.kind not in "fiu" and array.size):
+    if array.dtype.kind not in "fiu" and array.size:
         raise RequestError(f"{name}: must be a list of numbers")
     with np.errstate(over="ignore"):  # what overflows float32 becomes infinity
         return array.astype(np.float32)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -26,10 +27,13 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_BATCH_SIZE = 48
 _DEFAULT_MAX_WAIT_MS = 30.0
-_DEFAULT_PREPROCESS_WORKERS = 4
+_DEFAULT_PREPROCESS_WORKERS = min(4, os.cpu_count() or 1)
 # While one batch computes, the next is assembled and copied, so that an accelerator never waits
 # for us. A third would only hold memory.
 _BATCHES_IN_FLIGHT = 2
+# A preparing thread more for each so many requests: threads that find nothing cost more than they
+# do, and a stored PNG is decoded in a tenth of a millisecond.
+_REQUESTS_PER_PREPARER = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +172,13 @@ class BatchScheduler:
         self._closing = threading.Lock()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Between the loop's thread and those that prepare; deques may be used from both sides.
+        self._unprepared: deque[_Entry] = deque()
+        self._prepared: deque[tuple[_Entry, RequestError | None]] = deque()
+        self._collecting = False
         # Everything below is touched on the loop's thread only.
+        self._preparer_count = preprocess_workers
+        self._preparers_busy = 0
         self._unanswered: set[_Entry] = set()
         self._waiting: deque[_Entry] = deque()
         self._dead = 0  # entries in _waiting whose callers were cancelled
@@ -218,12 +228,8 @@ class BatchScheduler:
         else:
             self._unanswered.add(entry)
             self._preparing += 1
-            try:
-                self._preparers.submit(self._prepare_in_thread, entry)
-            except RuntimeError as exc:  # shut down by another thread since _bind
-                self._preparing -= 1
-                self._unanswered.discard(entry)
-                raise SchedulerClosedError(_CLOSED) from exc
+            self._unprepared.append(entry)
+            self._start_preparer()
         try:
             return await entry.future
         finally:
@@ -288,28 +294,60 @@ class BatchScheduler:
             # it is concerns this request alone.
             raise RequestError(f"request cannot be prepared: {exc}") from exc
 
-    def _prepare_in_thread(self, entry: _Entry) -> None:
-        """Never raises: whatever happens is delivered to ``_prepared``."""
-        error: RequestError | None = None
-        if not entry.future.done():
-            try:
-                entry.sample = self._prepare(entry.request)
-            except RequestError as exc:
-                error = exc
-            except BaseException as exc:  # noqa: BLE001 - no one else looks at this thread
-                error = RequestError(f"request cannot be prepared: {exc!r}")
-                error.__cause__ = exc
-        self._call_loop(partial(self._prepared, entry, error))
+    def _start_preparer(self) -> None:
+        """Hand the unprepared to one more thread, if there are enough of them to be worth it.
 
-    def _prepared(self, entry: _Entry, error: RequestError | None) -> None:
-        self._preparing -= 1
-        if entry.future.done():
-            entry.sample = None
-        elif error is not None:
-            entry.future.set_exception(error)
-        else:
-            self._enqueue(entry)
-            return
+        A thread takes one after the other, and what it has done is collected in heaps: a hop to
+        a thread and back per tile would cost as much as decoding it.
+        """
+        enough = _REQUESTS_PER_PREPARER * self._preparers_busy
+        if self._preparers_busy < self._preparer_count and len(self._unprepared) > enough:
+            try:
+                self._preparers.submit(self._prepare_all)
+            except RuntimeError:  # shut down by another thread; _abandon is on its way
+                return
+            self._preparers_busy += 1
+
+    def _prepare_all(self) -> None:
+        """Prepare until nothing is left; in a thread. Never raises: all ends in ``_collect``."""
+        while True:
+            try:
+                entry = self._unprepared.popleft()
+            except IndexError:
+                break
+            error: RequestError | None = None
+            if not entry.future.done():
+                try:
+                    entry.sample = self._prepare(entry.request)
+                except RequestError as exc:
+                    error = exc
+                except BaseException as exc:  # noqa: BLE001 - no one else looks at this thread
+                    error = RequestError(f"request cannot be prepared: {exc!r}")
+                    error.__cause__ = exc
+            self._prepared.append((entry, error))
+            if not self._collecting:
+                self._collecting = True
+                self._call_loop(self._collect)
+        self._call_loop(self._preparer_ended)
+
+    def _preparer_ended(self) -> None:
+        self._preparers_busy -= 1
+        self._start_preparer()  # for what came after it had looked
+
+    def _collect(self) -> None:
+        """Take over what the preparing threads have done; on the loop's thread."""
+        # First the flag, then the entries: a thread that adds one and still finds the flag set
+        # can rely on the loop below.
+        self._collecting = False
+        while self._prepared:
+            entry, error = self._prepared.popleft()
+            self._preparing -= 1
+            if entry.future.done():
+                entry.sample = None
+            elif error is not None:
+                entry.future.set_exception(error)
+            else:
+                self._enqueue(entry)
         if self._flushing:
             self._pump()  # it may have been the last one that a flush waits for
 
@@ -444,6 +482,7 @@ class BatchScheduler:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._unprepared.clear()
         self._waiting.clear()
         self._dead = 0
         waiting = [entry for entry in self._unanswered if entry.stage is not _Stage.GONE]

@@ -276,13 +276,21 @@ class InProcessClient:
             if scheduler is not None:
                 scheduler.flush()
 
-    def batch_statistics(self) -> BatchStatistics:
-        """Batches, tiles and seconds of all forward passes so far, of all loops and modes."""
+    def batch_statistics(self, loop: asyncio.AbstractEventLoop | None = None) -> BatchStatistics:
+        """Batches, tiles and seconds in forward passes so far.
+
+        Args:
+            loop: Count only what this event loop's schedulers sent. None: everything, also the
+                batches of loops that have closed and of the methods that do without a loop.
+        """
         with self._lock:
-            total = self._ended + self._direct.statistics()
-            for scheduler in self._schedulers.values():
-                total += scheduler.tally.statistics()
-        return total
+            of_loops = [
+                scheduler.tally.statistics()
+                for (owner, _mode), scheduler in self._schedulers.items()
+                if loop is None or owner is loop
+            ]
+            others = self._ended + self._direct.statistics()
+        return sum(of_loops, start=BatchStatistics() if loop is not None else others)
 
     def close(self) -> None:
         """End all schedulers and wait for the batches under way; a second call does nothing.
