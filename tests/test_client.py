@@ -3,8 +3,12 @@
 import asyncio
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.clients import Client, log_failures
 from bioptimus.models.clients.local import InProcessClient
 from tests.models import BOTH, fake_model, request
+from tests.tiny_models import save_tiny
 
 VERBS = ("predict", "embed", "predict_with_embedding")
 
@@ -246,6 +251,28 @@ def test_mode_that_the_model_lacks_is_a_usage_error_everywhere() -> None:
         client.predict_batch([])
     with pytest.raises(UsageError):
         asyncio.run(client.predict_async(request(1)))
+
+
+def test_client_is_made_from_a_checkpoint(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "tiny.pt2")
+    with InProcessClient.from_checkpoint(str(path), path, "cpu", max_batch_size=7) as client:
+        assert client.max_batch_size == 7
+        tile = ModelRequest.from_pixels(np.full((8, 8, 3), 100, np.uint8))
+        assert client.embed(tile).output.shape == (5,)
+        assert json.loads(client.metadata())["checkpoint"] == "tiny.pt2"
+
+
+def test_importing_the_client_comes_before_torch_reads_its_environment() -> None:
+    code = (
+        "import os, sys, bioptimus.models.clients.local\n"
+        "assert 'torch' in sys.modules\n"
+        "print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=keep
+    )
+    assert done.stdout.strip() == "PASSIVE"
 
 
 # log_failures

@@ -41,12 +41,10 @@ from bioptimus.errors import (
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.runtime.archive import file_sha256
+from bioptimus.runtime.loader import MODEL_ROOT
 from bioptimus.runtime.runners import Runner, open_runner
 
 logger = logging.getLogger(__name__)
-
-MODEL_ROOT = Path("/opt/ml/model")
-"""Where serving containers of the SageMaker convention mount checkpoints."""
 
 Float32 = npt.NDArray[np.float32]
 
@@ -256,10 +254,7 @@ class BaseServerModel:
             return []
         # The batch's edge: whatever happens in here is one error, shared by these requests.
         try:
-            outputs = self._run(samples)
-            return self._answer(outputs, requests, wanted)
-        except _ForwardError:
-            raise
+            return self._answer(self._run(samples), requests, wanted)
         except Exception as exc:
             raise self._translate(exc, len(samples)) from exc
 
@@ -271,6 +266,8 @@ class BaseServerModel:
                 f"{self.model_name}: out of memory on {self.device} with {tiles} tiles in a batch; "
                 "a smaller batch may fit"
             )
+        if isinstance(exc, _ForwardError):
+            return _ForwardError(f"{self.model_name}: {exc}")
         return _ForwardError(f"{self.model_name}: forward pass of {tiles} tiles failed: {exc}")
 
     def _run(self, samples: list[PreparedSample]) -> tuple[npt.NDArray[Any], ...]:
@@ -337,7 +334,7 @@ class BaseServerModel:
             # In this order, so that the bits are those of the usual ToTensor and Normalize.
             return floats.div_(255).sub_(self._mean).div_(self._std)
         if self._spec.input_layout == "nhwc_uint8":
-            raise _ForwardError(f"{self.model_name}: takes uint8 tiles, got {tiles.dtype}")
+            raise _ForwardError(f"takes uint8 tiles, got {tiles.dtype}")
         return tiles.permute(0, 3, 1, 2).contiguous()
 
     def _to_host(self, output: torch.Tensor) -> npt.NDArray[Any]:
@@ -382,9 +379,7 @@ class BaseServerModel:
         kind = self._spec.output_kind
         names = ("prediction", "embedding") if kind == "prediction_and_embedding" else (kind,)
         if len(outputs) != len(names):
-            raise _ForwardError(
-                f"{self.model_name}: gave {len(outputs)} outputs, {len(names)} expected"
-            )
+            raise _ForwardError(f"gave {len(outputs)} outputs, {len(names)} expected")
         found: dict[str, Float32] = dict(zip(names, outputs, strict=True))
         for name, dim in (
             ("prediction", self._spec.prediction_dim),
@@ -394,8 +389,7 @@ class BaseServerModel:
                 shape = found[name].shape
                 if len(shape) != 2 or shape[0] != count or (dim and shape[1] != dim):
                     raise _ForwardError(
-                        f"{self.model_name}: {name} of shape {shape}, ({count}, {dim or 'any'}) "
-                        "expected"
+                        f"gave {name} of shape {shape}, ({count}, {dim or 'any'}) expected"
                     )
         return found.get("prediction", found.get("mask")), found.get("embedding")
 
@@ -524,13 +518,13 @@ class MaskServerModel(BaseServerModel):
         self, outputs: tuple[npt.NDArray[Any], ...], count: int
     ) -> tuple[Float32 | None, Float32 | None]:
         if len(outputs) != 1:
-            raise _ForwardError(f"{self.model_name}: gave {len(outputs)} outputs, 1 mask expected")
+            raise _ForwardError(f"gave {len(outputs)} outputs, 1 mask expected")
         mask = outputs[0]
         if mask.ndim == 4 and mask.shape[1] == 1:
             mask = mask[:, 0]
         if mask.ndim != 3 or mask.shape[0] != count:
             raise _ForwardError(
-                f"{self.model_name}: mask of shape {outputs[0].shape}, ({count}, H, W) expected"
+                f"gave a mask of shape {outputs[0].shape}, ({count}, H, W) expected"
             )
         return mask, None
 
@@ -565,7 +559,7 @@ _OUT_OF_MEMORY = (
 
 
 def _is_out_of_memory(exc: Exception) -> bool:
-    if isinstance(exc, MemoryError | torch.OutOfMemoryError):
+    if isinstance(exc, MemoryError | torch.OutOfMemoryError | OutOfDeviceMemoryError):
         return True
     # A compiled package, and torch's CPU allocator, say it in words only.
     return isinstance(exc, RuntimeError) and any(words in str(exc) for words in _OUT_OF_MEMORY)

@@ -1,7 +1,6 @@
 """Ask a model that is loaded in this process."""
 
 import asyncio
-import importlib
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.clients.failures import log_failures
 from bioptimus.models.types import InferenceMode
 from bioptimus.runtime.batch_scheduler import BatchScheduler, BatchStatistics, BatchTally
+from bioptimus.runtime.loader import build_server_model
 from bioptimus.runtime.server_model import BaseServerModel
 
 _PREDICTION = InferenceMode.PREDICTION
@@ -95,8 +95,7 @@ class InProcessClient:
             UsageError: No model of that name is known.
             CheckpointError: The file cannot be loaded.
         """
-        loader = importlib.import_module("bioptimus.runtime.loader")
-        model = loader.build_server_model(model_name, checkpoint, device, assets_root)
+        model = build_server_model(model_name, checkpoint, device, assets_root)
         return cls(model, max_batch_size, max_wait_ms, dynamic_batching)
 
     @property
