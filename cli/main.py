@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
-from cli import verify, view
+from cli import convert, verify, view
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -52,6 +52,7 @@ def _root(
     context.obj = {"verbose": verbose}
 
 
+app.command("convert")(convert.convert)
 app.command("verify")(verify.verify)
 app.command("view")(view.view)
 

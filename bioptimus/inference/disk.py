@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from bioptimus.errors import OutputError
+from bioptimus.inference.layout import PART_SUFFIX
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -154,17 +155,17 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def temporary_beside(part: Path) -> Path:
-    """A new name beside a part: not a final one, not the part's, and no other process's."""
-    return part.with_name(f"{part.name}.{secrets.token_hex(4)}")
+def temporary_beside(path: Path) -> Path:
+    """A new name beside a file: not a final one, and no other process's."""
+    return path.with_name(f"{path.name}{PART_SUFFIX}.{secrets.token_hex(4)}")
 
 
-def temporaries_beside(part: Path) -> list[Path]:
+def temporaries_beside(path: Path) -> list[Path]:
     """What killed processes left of :func:`temporary_beside`."""
-    prefix = part.name + "."
+    prefix = f"{path.name}{PART_SUFFIX}."
     return [
-        part.parent / name
-        for name in os.listdir(part.parent)
+        path.parent / name
+        for name in os.listdir(path.parent)
         if name.startswith(prefix) and len(name) == len(prefix) + 8
     ]
 

@@ -9,13 +9,14 @@ are then put on disk by our own code, whose errors are ordinary.
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
-from bioptimus.inference.disk import DiskFile
+from bioptimus.inference.disk import DiskFile, sync_folder, temporary_beside
 from bioptimus.inference.layout import AttributeValue, to_json
 
 _PAGE_BYTES = 1 << 16
@@ -99,10 +100,14 @@ class _Chunk:
     offset: int
 
 
+RowSource = Callable[[str, int, int], npt.NDArray[Any]]
+"""(dataset, first, last) → those rows."""
+
+
 class HDF5Image:
     """An HDF5 file in the making: structure in memory, room for rows.
 
-    Use as a context manager; call :meth:`write_to` after the ``with`` block.
+    Use as a context manager; call :meth:`save` after the ``with`` block.
     """
 
     def __init__(self) -> None:
@@ -158,14 +163,33 @@ class HDF5Image:
             if value is not None:
                 target.attrs[key] = _attribute(value)
 
-    def write_to(
-        self, disk: DiskFile, rows: Callable[[str, int, int], npt.NDArray[np.floating[Any]]]
-    ) -> None:
+    def save(self, path: Path, rows: RowSource) -> None:
+        """Make the file appear under its name, whole and safe from a loss of power.
+
+        Args:
+            path: The name; a file that is there is replaced.
+            rows: See :meth:`write_to`.
+
+        Raises:
+            OSError: The file system refuses; nothing is left under the name or beside it.
+        """
+        temporary = temporary_beside(path)
+        try:
+            with DiskFile(temporary, create=True) as disk:
+                self.write_to(disk, rows)
+                disk.sync()
+            temporary.rename(path)
+            sync_folder(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def write_to(self, disk: DiskFile, rows: RowSource) -> None:
         """Put the file on disk, its signature last: until then it is no HDF5 file.
 
         Args:
             disk: An empty file.
-            rows: (dataset, first, last) → those rows.
+            rows: Gives the rows that :meth:`add_rows` made room for.
 
         Raises:
             OSError: The file system refuses.

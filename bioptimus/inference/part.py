@@ -28,7 +28,6 @@ import numpy.typing as npt
 from bioptimus.inference.disk import (
     DiskFile,
     sync_folder,
-    temporaries_beside,
     temporary_beside,
 )
 from bioptimus.inference.layout import differences, to_json
@@ -94,12 +93,10 @@ class PartFile:
         Raises:
             OSError: The file system refuses.
         """
-        for leftover in temporaries_beside(path):
-            leftover.unlink(missing_ok=True)
         header = to_json(
             {"digest": digest, "parameters": parameters, "layout": vars(layout)}
         ).encode()
-        temporary = temporary_beside(path)
+        temporary = temporary_beside(path.with_suffix(""))
         file = DiskFile(temporary, create=True)
         try:
             part = cls(path, layout, file, len(header))

@@ -314,14 +314,14 @@ class Result:
             else [f"embedding_{i}" for i in range(self.embedding_dim)]
         )
         data = anndata.AnnData(
-            X=self.predictions if self.prediction_dim else self.features,
+            X=(self.predictions if self.prediction_dim else self.features).astype(np.float32),
             obs=obs,
             var=pandas.DataFrame(index=pandas.Index(variables, dtype=object)),
             obsm={"spatial": self.centers, "spatial_um": self.centers_um},
             uns={"spatial": {self.slide_name: self._spatial()}, "bioptimus": self._provenance()},
         )
         if self.embedding_dim:
-            data.obsm["X_embedding"] = self.features
+            data.obsm["X_embedding"] = self.features.astype(np.float32)
         return data
 
     def _spatial(self) -> dict[str, Any]:

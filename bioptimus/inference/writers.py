@@ -17,12 +17,9 @@ import numpy.typing as npt
 
 from bioptimus.errors import OutputError, OutputMismatchError
 from bioptimus.inference.disk import (
-    DiskFile,
     output_errors,
     retry,
-    sync_folder,
     temporaries_beside,
-    temporary_beside,
 )
 from bioptimus.inference.hdf5_image import FAILED_TILES_DTYPE, HDF5Image
 from bioptimus.inference.layout import (
@@ -180,6 +177,8 @@ class HDF5Writer:
         digest, parameters = plan.digest, plan.digest_parameters
         with output_errors(path, "cannot start it", advice="choose another --out"):
             path.parent.mkdir(parents=True, exist_ok=True)
+            for leftover in temporaries_beside(path):
+                leftover.unlink(missing_ok=True)
             found = PartFile.resume(
                 part_path, plan.row_layout, digest=digest, parameters=parameters
             )
@@ -320,24 +319,13 @@ class HDF5Writer:
         return output_errors(self.path, doing, advice=advice)
 
     def _write_final(self, state: RowState, attributes: Mapping[str, AttributeValue]) -> None:
-        for leftover in temporaries_beside(self._part.path):
-            leftover.unlink(missing_ok=True)
         kept = np.setdiff1d(
             np.arange(len(self._plan.coords), dtype=np.int64),
             np.array(list(self._failed), np.int64),
             assume_unique=True,
         )
         image = self._image(kept, state, attributes)
-        temporary = temporary_beside(self._part.path)
-        try:
-            with DiskFile(temporary, create=True) as disk:
-                image.write_to(disk, lambda name, a, b: self._part.read_rows(name, kept[a:b]))
-                disk.sync()
-            temporary.rename(self.path)
-            sync_folder(self.path.parent)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        image.save(self.path, lambda name, a, b: self._part.read_rows(name, kept[a:b]))
 
     def _image(
         self,
@@ -417,8 +405,7 @@ def check_existing(
             "pass --overwrite or another --out"
         )
     with output_errors(path, "cannot tidy up beside it", advice="remove the .part by hand"):
-        part = part_of(path)
-        for leftover in (part, *temporaries_beside(part)):
+        for leftover in (part_of(path), *temporaries_beside(path)):
             leftover.unlink(missing_ok=True)
     return "same"
 

@@ -1,0 +1,228 @@
+"""Converting many results: what goes where, and that nothing half made appears."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from bioptimus.convert.geojson import geojson
+from bioptimus.convert.pieces import ConvertOptions, Piece
+from bioptimus.convert.scverse import h5ad, spatialdata
+from bioptimus.convert.tables import npz, parquet, zarr
+from bioptimus.convert.trees import clam, trident
+from bioptimus.errors import OutputError, UsageError
+from bioptimus.inference.disk import output_errors, sync_folder, temporary_beside
+from bioptimus.inference.results import Result, open_result
+
+RESULT_SUFFIX = ".h5"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One format of another tool.
+
+    Attributes:
+        pieces: (result, path below the output folder, options) → its files.
+        description: One line for people.
+    """
+
+    pieces: Callable[[Result, PurePath, ConvertOptions], list[Piece]]
+    description: str
+
+
+FORMATS = {
+    "trident": Format(pieces=trident, description="TRIDENT job folder: patches, features"),
+    "clam": Format(pieces=clam, description="CLAM folders: patches, h5_files, pt_files"),
+    "h5ad": Format(pieces=h5ad, description="AnnData, for scanpy and squidpy"),
+    "geojson": Format(pieces=geojson, description="tiles or tissue for QuPath"),
+    "zarr": Format(pieces=zarr, description="Zarr group"),
+    "npz": Format(pieces=npz, description="NumPy archive"),
+    "parquet": Format(pieces=parquet, description="table, a row per tile"),
+    "spatialdata": Format(pieces=spatialdata, description="SpatialData store"),
+}
+"""Name → format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What became of one result.
+
+    Attributes:
+        source: The result file.
+        outputs: What was written.
+        problem: Why nothing, or not all, was; None if all was.
+    """
+
+    source: Path
+    outputs: tuple[Path, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """One result and the pieces it will become.
+
+    Attributes:
+        source: The result file.
+        pieces: Its outputs; empty where there is a problem.
+        problem: Why it cannot be converted.
+        needed_bytes: Room that it will take, roughly.
+    """
+
+    source: Path
+    pieces: tuple[Piece, ...] = ()
+    problem: str | None = None
+    needed_bytes: int = 0
+
+
+def find_results(arguments: Sequence[Path]) -> dict[Path, PurePath]:
+    """Result files, each with its path below the folder given.
+
+    Raises:
+        UsageError: A folder holds none, or a path is not there.
+    """
+    found: dict[Path, PurePath] = {}
+    for argument in arguments:
+        if argument.is_dir():
+            paths = sorted(path for path in argument.rglob(f"*{RESULT_SUFFIX}") if path.is_file())
+            if not paths:
+                raise UsageError(f"{argument}: no result files ({RESULT_SUFFIX}) in this folder")
+            found |= {path: PurePath(path.relative_to(argument)) for path in paths}
+        elif argument.exists():
+            found[argument] = PurePath(argument.name)
+        else:
+            raise UsageError(f"{argument}: no such file or folder")
+    return found
+
+
+def convert(
+    arguments: Sequence[Path],
+    out: Path,
+    *,
+    to: str,
+    options: ConvertOptions | None = None,
+    overwrite: bool = False,
+) -> Iterator[Converted]:
+    """Convert results, one after the other; one that fails does not stop the others.
+
+    Args:
+        arguments: Result files, or folders of them.
+        out: Output folder; made if missing.
+        to: A name in :data:`FORMATS`.
+        options: What the text formats write.
+        overwrite: Replace outputs that are there.
+
+    Yields:
+        What became of each result, in the order found.
+
+    Raises:
+        UsageError: The format is unknown, there is nothing to convert, or two results would
+            become the same file.
+    """
+    if to not in FORMATS:
+        raise UsageError(f"{to}: no such format; known are {', '.join(FORMATS)}")
+    chosen = options or ConvertOptions()
+    plans = [
+        _plan(source, relative, FORMATS[to], chosen)
+        for source, relative in find_results(arguments).items()
+    ]
+    _refuse_collisions(plans)
+    for plan in plans:
+        yield _convert(plan, out, overwrite=overwrite)
+
+
+def _plan(source: Path, relative: PurePath, format_: Format, options: ConvertOptions) -> Conversion:
+    try:
+        pieces = format_.pieces(open_result(source), relative, options)
+        size = source.stat().st_size
+    except OutputError as exc:
+        return Conversion(source=source, problem=str(exc))
+    return Conversion(source=source, pieces=tuple(pieces), needed_bytes=size)
+
+
+def _refuse_collisions(plans: Sequence[Conversion]) -> None:
+    sources: dict[str, Path] = {}
+    for plan in plans:
+        for piece in plan.pieces:
+            # Some file systems do not tell upper from lower case.
+            first = sources.setdefault(str(piece.path).casefold(), plan.source)
+            if first != plan.source:
+                raise UsageError(
+                    f"{first} and {plan.source} would both become {piece.path}; "
+                    "convert them into separate folders"
+                )
+
+
+def _convert(plan: Conversion, out: Path, *, overwrite: bool) -> Converted:
+    if plan.problem is not None:
+        return Converted(source=plan.source, problem=plan.problem)
+    done: list[Path] = []
+    try:
+        _check_space(plan, out)
+        for piece in plan.pieces:
+            target = out / piece.path
+            _make(piece, target, overwrite=overwrite)
+            done.append(target)
+    except OutputError as exc:
+        return Converted(source=plan.source, outputs=tuple(done), problem=str(exc))
+    return Converted(source=plan.source, outputs=tuple(done))
+
+
+def _check_space(plan: Conversion, out: Path) -> None:
+    """Refuse early: some of the libraries end the process when a disk fills up under them."""
+    with output_errors(out, "cannot be made", advice="choose another --out"):
+        out.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out).free
+    if free < plan.needed_bytes:
+        raise OutputError(
+            f"{plan.source}: {free >> 20} MiB are free in {out} and about "
+            f"{plan.needed_bytes >> 20} MiB are needed"
+        )
+
+
+def _make(piece: Piece, target: Path, *, overwrite: bool) -> None:
+    if target.exists() and not overwrite:
+        raise OutputError(f"{target}: is there already; pass --overwrite")
+    with output_errors(target, "cannot be written", advice="nothing is left under this name"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_beside(target)
+        try:
+            piece.write(temporary)
+            if piece.is_folder:
+                _replace_folder(temporary, target)
+            else:
+                _sync(temporary)
+                temporary.replace(target)
+            sync_folder(target.parent)
+        except BaseException:
+            _remove(temporary)
+            raise
+
+
+def _replace_folder(temporary: Path, target: Path) -> None:
+    """A folder cannot be renamed over another: the old one steps aside first."""
+    if not target.exists():
+        temporary.rename(target)
+        return
+    if not any((target / name).exists() for name in (".zgroup", "zarr.json")):
+        raise OutputError(f"{target}: is a folder that no conversion made; move it away")
+    old = temporary_beside(target)
+    target.rename(old)
+    temporary.rename(target)
+    shutil.rmtree(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
