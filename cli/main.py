@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
-from cli import convert, verify, view
+from cli import convert, doctor, verify, view
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -55,6 +55,7 @@ def _root(
 app.command("convert")(convert.convert)
 app.command("verify")(verify.verify)
 app.command("view")(view.view)
+app.command("doctor")(doctor.doctor)
 
 
 def main(arguments: list[str] | None = None) -> int:

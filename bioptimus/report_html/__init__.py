@@ -1,0 +1,43 @@
+"""One self-contained page for a run: what ``bioptimus report OUT --html FILE`` writes."""
+
+from pathlib import Path
+
+from bioptimus.errors import OutputError, UsageError
+
+
+def write_html(out: Path, target: Path, *, pictures: bool = True) -> int:
+    """Write the page about everything under a result folder.
+
+    The page needs no network and no other file. Pictures shrink as slides become more, so that
+    thousands of slides stay within some 30 MiB.
+
+    Args:
+        out: Folder that ``--out`` named: result files, and ``runs/`` with the run reports.
+        target: The page; its folder is made, an older page is replaced at once.
+        pictures: Whether thumbnails and embedding maps are drawn, which reads every embedding.
+
+    Returns:
+        Number of slides on the page.
+
+    Raises:
+        UsageError: The folder is not there, or holds neither results nor reports.
+        OutputError: The page cannot be written.
+    """
+    from bioptimus.report_html.collect import collect
+    from bioptimus.report_html.page import render
+    from bioptimus.report_html.pictures import draw_all
+
+    if not out.is_dir():
+        raise UsageError(f"{out}: no such folder; give the folder that --out named")
+    run = collect(out)
+    if not run.slides and not run.runs:
+        raise UsageError(f"{out}: holds neither result files nor runs/*.json")
+    text = render(run, draw_all(run) if pictures else {})
+    part = target.with_name(target.name + ".part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(target)
+    except OSError as exc:
+        raise OutputError(f"{target}: cannot be written: {exc.strerror or exc}") from exc
+    return len(run.slides)

@@ -1,0 +1,344 @@
+"""Everything known about the slides of a result folder, from run reports and result files."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bioptimus.errors import BioptimusError
+
+logger = logging.getLogger(__name__)
+
+_FAILED_TILES_SHOWN = 20
+_UNREACHED = "the run ended before this slide; run the same command again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEntry:
+    """One start of a command.
+
+    Attributes:
+        run: Its identifier.
+        command: The command line.
+        started: When, as the report says it.
+        host: Machine.
+        job: Scheduler's job, where there was one.
+        parameters: Options it ran with.
+        versions: Library → version.
+    """
+
+    run: str
+    command: str
+    started: str
+    host: str
+    job: str
+    parameters: Mapping[str, Any]
+    versions: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlideEntry:
+    """One slide of the table.
+
+    Attributes:
+        slide: The slide as the run named it.
+        state: ``ok``, ``empty``, ``failed``, ``skipped``, ``stopped``, or ``missing`` for an
+            input that no run accounts for.
+        reason: Why it failed or was skipped.
+        tiles_planned: Tiles that the plan held; None where it never came to a plan.
+        tiles_done: Tiles that have a row.
+        tiles_failed: Tiles that could not be read or were refused.
+        mpp: µm per level-0 pixel.
+        mpp_source: Where that came from.
+        reader: Which reader decoded the tiles.
+        model: Name of the model.
+        seconds: Part of the work → seconds.
+        tiles_per_second: Over the whole slide.
+        output: The result file, or None.
+        host: Machine that did it.
+        job: Scheduler's job, where there was one.
+        run: Identifier of the run.
+        versions: Library → version.
+        parameters: Of the result file.
+        failed_tiles: The first of them, as (x, y, stage, reason).
+        warnings: What the run said of the slide.
+    """
+
+    slide: str
+    state: str
+    reason: str = ""
+    tiles_planned: int | None = None
+    tiles_done: int | None = None
+    tiles_failed: int | None = None
+    mpp: float | None = None
+    mpp_source: str = ""
+    reader: str = ""
+    model: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    tiles_per_second: float | None = None
+    output: Path | None = None
+    host: str = ""
+    job: str = ""
+    run: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    failed_tiles: tuple[tuple[int, int, str, str], ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Tells two results of one slide apart."""
+        return str(self.output) if self.output else self.slide
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """A result folder.
+
+    Attributes:
+        out: The folder.
+        runs: In the order in which they started.
+        slides: In the order in which they were first met.
+        skipped: Files below the inputs that no run took → the reason.
+    """
+
+    out: Path
+    runs: tuple[RunEntry, ...]
+    slides: tuple[SlideEntry, ...]
+    skipped: Mapping[str, str]
+
+
+# Which of several accounts of one slide counts. The best news: a later rerun that failed does
+# not undo a finished file. Between equals, the later one.
+_BEST_FIRST = ("ok", "empty", "skipped", "stopped", "failed", "missing")
+
+
+def collect(out: Path) -> RunData:
+    """Read ``runs/*.json`` and every result file below a folder.
+
+    A file without a report is listed all the same, a report whose file has gone says so, and
+    so does an input that no run accounts for.
+    """
+    reports = _Reports()
+    for path in sorted((out / "runs").glob("*.json")):
+        reports.read(path, out)
+    slides = reports.slides()
+    by_output = {entry.output.resolve(): key for key, entry in slides.items() if entry.output}
+    for file in sorted(out.rglob("*.h5")):
+        found = _read_file(file)
+        # A slide that failed in one run may have a file from another, such as another model's.
+        key = by_output.get(file.resolve(), found.key)
+        slides[key] = _joined(slides.get(key), found)
+    finished = {entry.slide for entry in slides.values() if entry.state in ("ok", "empty")}
+    return RunData(
+        out=out,
+        runs=tuple(sorted(reports.runs, key=lambda run: run.started)),
+        slides=tuple(
+            _checked(entry)
+            for entry in slides.values()
+            if entry.state != "missing" or entry.slide not in finished
+        ),
+        skipped=reports.skipped,
+    )
+
+
+class _Reports:
+    """Sums up run files: one account of each slide and model."""
+
+    def __init__(self) -> None:
+        self.runs: list[RunEntry] = []
+        self.skipped: dict[str, str] = {}
+        self._best: dict[tuple[str, str], SlideEntry] = {}
+
+    def slides(self) -> dict[str, SlideEntry]:
+        """The accounts by :attr:`SlideEntry.key`."""
+        return {entry.key: entry for entry in self._best.values()}
+
+    def read(self, path: Path, out: Path) -> None:
+        """Take in one run's file."""
+        model = ""
+        for record in _lines(path):
+            if isinstance(record.get("slides"), list):
+                for slide in record["slides"]:
+                    self._add(
+                        SlideEntry(slide=str(slide), state="missing", reason=_UNREACHED), model
+                    )
+                for item in record.get("skipped") or []:
+                    self.skipped[str(item["path"])] = str(item["reason"])
+            elif "slide" in record:
+                self._add(_entry(out, record, run=path.stem), model)
+            elif "run" in record:
+                self.runs.append(_run(record))
+                model = str(self.runs[-1].parameters.get("model", ""))
+
+    def _add(self, entry: SlideEntry, model: str) -> None:
+        old = self._best.get((entry.slide, model))
+        if old is None or _rank(entry) <= _rank(old):
+            self._best[entry.slide, model] = entry
+
+
+def _rank(entry: SlideEntry) -> int:
+    # Passed over because another job holds it: only that job's own account says anything.
+    if entry.state == "skipped" and entry.output is None:
+        return len(_BEST_FIRST)
+    return _BEST_FIRST.index(entry.state) if entry.state in _BEST_FIRST else 0
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a JSON-lines file. A last line cut short by a kill is passed over."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as exc:
+        logger.warning("%s: %s", path, exc)
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            if line.strip():
+                logger.info("%s:%d: not a JSON object, passed over", path, number)
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _run(record: Mapping[str, Any]) -> RunEntry:
+    command = record.get("command", "")
+    return RunEntry(
+        run=str(record["run"]),
+        command=" ".join(map(str, command)) if isinstance(command, list) else str(command),
+        started=str(record.get("started", "")),
+        host=str(record.get("host") or ""),
+        job=str(record.get("job") or ""),
+        parameters=_mapping(record.get("parameters")),
+        versions=_mapping(record.get("versions")),
+    )
+
+
+def _entry(out: Path, record: Mapping[str, Any], *, run: str) -> SlideEntry:
+    output = record.get("output")
+    return SlideEntry(
+        slide=str(record["slide"]),
+        state=str(record.get("state", "")),
+        reason=str(record.get("reason") or ""),
+        tiles_planned=_whole(record.get("tiles_planned")),
+        tiles_done=_whole(record.get("tiles_done")),
+        tiles_failed=_whole(record.get("tiles_failed")),
+        mpp=_first_number(record.get("mpp")),
+        mpp_source=str(record.get("mpp_source") or ""),
+        reader=str(record.get("reader") or ""),
+        seconds={
+            str(key): float(value)
+            for key, value in _mapping(record.get("seconds")).items()
+            if isinstance(value, int | float)
+        },
+        tiles_per_second=_first_number(record.get("tiles_per_second")),
+        output=_located(out, str(output)) if output else None,
+        host=str(record.get("host") or ""),
+        job=str(record.get("job") or ""),
+        run=run,
+        versions=_mapping(record.get("versions")),
+        warnings=tuple(map(str, record.get("warnings") or ())),
+    )
+
+
+def _located(out: Path, output: str) -> Path:
+    """The result file: as reported, or at the same place below a folder that was moved."""
+    path = Path(output)
+    if path.exists():
+        return path
+    parts = path.parts
+    for start in range(1, len(parts)):
+        moved = out.joinpath(*parts[start:])
+        if moved.exists():
+            return moved
+    return path
+
+
+def _read_file(path: Path) -> SlideEntry:
+    """What a result file says of itself; unreadable ones become failed entries."""
+    from bioptimus.inference.results import open_result
+
+    try:
+        result = open_result(path)
+        attributes = result.attributes
+        failed = result.failed_tiles
+        return SlideEntry(
+            slide=str(result.slide_path),
+            state=result.state,
+            tiles_planned=_whole(attributes.get("tiles_planned")),
+            tiles_done=len(result),
+            tiles_failed=len(failed),
+            mpp=result.mpp[0],
+            mpp_source=str(attributes.get("mpp_source") or ""),
+            reader=str(attributes.get("reader") or ""),
+            model=result.model.name,
+            output=path,
+            versions=_mapping(attributes.get("versions")),
+            parameters=_mapping(attributes.get("digest_parameters")),
+            warnings=tuple(map(str, attributes.get("warnings") or ())),
+            failed_tiles=tuple(
+                (tile.x, tile.y, tile.stage, tile.reason) for tile in failed[:_FAILED_TILES_SHOWN]
+            ),
+        )
+    except BioptimusError as exc:
+        return SlideEntry(slide=str(path), state="failed", reason=str(exc), output=path)
+
+
+def _joined(reported: SlideEntry | None, found: SlideEntry) -> SlideEntry:
+    """The report's timings with the file's facts."""
+    if reported is None:
+        return found
+    if found.state == "failed":
+        return replace(reported, state="failed", reason=found.reason)
+    if reported.state in ("failed", "stopped"):
+        # A finished file from another run, or another model, does not undo this failure.
+        return replace(reported, model=found.model or reported.model)
+    return replace(
+        reported,
+        state=found.state,
+        tiles_planned=_or(reported.tiles_planned, found.tiles_planned),
+        tiles_done=_or(reported.tiles_done, found.tiles_done),
+        tiles_failed=_or(reported.tiles_failed, found.tiles_failed),
+        mpp=_or(reported.mpp, found.mpp),
+        mpp_source=reported.mpp_source or found.mpp_source,
+        reader=reported.reader or found.reader,
+        model=found.model,
+        output=found.output,
+        versions=reported.versions or found.versions,
+        parameters=found.parameters,
+        failed_tiles=found.failed_tiles,
+        warnings=reported.warnings or found.warnings,
+    )
+
+
+def _or(first: Any, second: Any) -> Any:
+    return second if first is None else first
+
+
+def _checked(entry: SlideEntry) -> SlideEntry:
+    if entry.state in ("ok", "empty", "skipped") and entry.output and not entry.output.exists():
+        return replace(entry, state="failed", reason="the result file is not there any more")
+    return entry
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _first_number(value: Any) -> float | None:
+    """A number, or the first of a pair."""
+    if isinstance(value, list | tuple):
+        value = value[0] if value else None
+    return None if value is None else float(value)

@@ -1,0 +1,388 @@
+"""The HTML report: what it tells, and that it works in a real browser."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bioptimus.errors import OutputError, UsageError
+from bioptimus.report_html import write_html
+from bioptimus.report_html.collect import SlideEntry, collect
+from bioptimus.report_html.page import render
+from bioptimus.report_html.pictures import SlidePicture, draw_all, paint_over, picture_side
+from bioptimus.tiles import TileSpec
+from bioptimus.view.source import open_source
+from tests.results import Sample, sample_slide, write_result
+
+NO_MPP = "no mpp in its metadata; pass --mpp-override"
+HOSTILE = 'x"><script>alert(1)</script>&.svs'
+
+
+@pytest.fixture(scope="module")
+def sample() -> Sample:
+    root = Path(__file__).resolve().parent.parent
+    return sample_slide(
+        root / "examples" / "CMU-1-Small-Region.svs", tile=TileSpec(size_px=224), fail=1
+    )
+
+
+def record(slide: str, state: str = "ok", **more: Any) -> dict[str, Any]:
+    return {
+        "kind": "slide",
+        "slide": slide,
+        "state": state,
+        "reason": "",
+        "tiles_planned": 0,
+        "tiles_done": 0,
+        "tiles_failed": 0,
+        "mpp": None,
+        "output": "",
+        "host": "node17",
+        "job": "8812_3",
+        "seconds": {"open": 0.1, "total": 1.5},
+        "tiles_per_second": 0.0,
+    } | more
+
+
+def write_run(out: Path, name: str, slides: list[str], records: list[dict[str, Any]]) -> None:
+    head = {
+        "kind": "run",
+        "run": name,
+        "command": ["bioptimus", "embed", "slides"],
+        "started": f"2026-01-0{len(name)}T00:00:00+00:00",
+        "host": "node17",
+        "parameters": {"model": "lite0", "min_tissue": 0.5},
+        "versions": {"torch": "2.13.0"},
+    }
+    inputs = {
+        "kind": "inputs",
+        "slides": slides,
+        "skipped": [{"path": "slides/notes.txt", "reason": "not a slide"}],
+    }
+    (out / "runs").mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(each) for each in (head, inputs, *records)]
+    (out / "runs" / f"{name}.json").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def out(sample: Sample, tmp_path: Path) -> Path:
+    """A run of seven slides: three done (one in two folders each), one empty, two failed,
+    one never reached."""
+    folder = tmp_path / "out"
+    records = []
+    for number, name in enumerate(("a/one.svs", "b/one.svs", "b/two.svs")):
+        path = folder / "lite0" / Path(name).with_suffix(".h5")
+        part = slice(number * 10, None)
+        assert sample.features is not None
+        smaller = replace(
+            sample,
+            coords=sample.coords[part],
+            features=sample.features[part],
+            predictions=None,
+            slide=Path("slides") / name,
+        )
+        write_result(path, smaller)
+        done = len(smaller.coords)
+        records.append(
+            record(
+                f"slides/{name}",
+                tiles_planned=done + 1,
+                tiles_done=done,
+                tiles_failed=1,
+                mpp=[0.499, 0.499],
+                output=str(path),
+                tiles_per_second=50.0 + number,
+            )
+        )
+    blank = replace(
+        sample,
+        coords=np.zeros((0, 2), np.int64),
+        features=np.zeros((0, 5), np.float32),
+        predictions=None,
+        failed=np.zeros((0, 2), np.int64),
+        slide=Path("slides/blank.tif"),
+    )
+    path = write_result(folder / "lite0" / "blank.h5", blank)
+    records.append(record("slides/blank.tif", "empty", reason="no tissue", output=str(path)))
+    records.append(record("slides/no.svs", "failed", reason=f"no.svs: {NO_MPP}"))
+    records.append(record(f"slides/{HOSTILE}", "failed", reason=f"{HOSTILE}: {NO_MPP}"))
+    slides = [each["slide"] for each in records] + ["slides/later.svs"]
+    write_run(folder, "1", slides, records)
+    return folder
+
+
+def entry(folder: Path, slide: str) -> SlideEntry:
+    (found,) = [each for each in collect(folder).slides if each.slide == slide]
+    return found
+
+
+def test_every_input_has_a_row_and_its_state(out: Path) -> None:
+    states = {each.slide: each.state for each in collect(out).slides}
+    assert states == {
+        "slides/a/one.svs": "ok",
+        "slides/b/one.svs": "ok",
+        "slides/b/two.svs": "ok",
+        "slides/blank.tif": "empty",
+        "slides/no.svs": "failed",
+        f"slides/{HOSTILE}": "failed",
+        "slides/later.svs": "missing",
+    }
+    assert collect(out).skipped == {"slides/notes.txt": "not a slide"}
+
+
+def test_facts_of_the_file_join_those_of_the_report(out: Path) -> None:
+    found = entry(out, "slides/b/two.svs")
+    assert found.model == "lite0"
+    assert found.tiles_per_second == 52
+    assert found.failed_tiles[0][2:] == ("read", "Bogus marker length")
+    assert found.host == "node17"
+
+
+def test_a_later_failure_does_not_undo_a_finished_slide(out: Path) -> None:
+    write_run(out, "22", ["slides/a/one.svs"], [record("slides/a/one.svs", "failed", reason="x")])
+    assert entry(out, "slides/a/one.svs").state == "ok"
+
+
+def test_a_later_success_replaces_a_failure(out: Path, sample: Sample) -> None:
+    path = write_result(out / "lite0" / "no.h5", replace(sample, slide=Path("slides/no.svs")))
+    write_run(out, "22", ["slides/no.svs"], [record("slides/no.svs", output=str(path))])
+    assert entry(out, "slides/no.svs").state == "ok"
+
+
+def test_a_skip_says_nothing_new_about_a_finished_slide(out: Path) -> None:
+    first = entry(out, "slides/a/one.svs")
+    write_run(
+        out,
+        "22",
+        ["slides/a/one.svs"],
+        [record("slides/a/one.svs", "skipped", output=str(first.output))],
+    )
+    assert entry(out, "slides/a/one.svs").tiles_per_second == first.tiles_per_second
+
+
+def test_a_result_that_has_gone_is_a_failure(out: Path) -> None:
+    (out / "lite0" / "a" / "one.h5").unlink()
+    found = entry(out, "slides/a/one.svs")
+    assert found.state == "failed"
+    assert "not there any more" in found.reason
+
+
+def test_a_damaged_result_is_a_failure_with_its_reason(out: Path) -> None:
+    path = out / "lite0" / "a" / "one.h5"
+    path.write_bytes(path.read_bytes()[:3000])
+    found = entry(out, "slides/a/one.svs")
+    assert found.state == "failed"
+    assert "one.h5" in found.reason
+
+
+def test_a_folder_moved_elsewhere_still_has_its_results(out: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "archive" / "renamed"
+    moved.parent.mkdir()
+    shutil.move(out, moved)
+    assert entry(moved, "slides/b/two.svs").state == "ok"
+
+
+def test_results_without_any_report_are_listed(out: Path) -> None:
+    shutil.rmtree(out / "runs")
+    assert {each.state for each in collect(out).slides} == {"ok", "empty"}
+    assert len(collect(out).slides) == 4
+
+
+def test_a_line_cut_short_by_a_kill_is_passed_over(out: Path) -> None:
+    path = out / "runs" / "1.json"
+    path.write_text(path.read_text() + '{"kind": "sli')
+    assert len(collect(out).slides) == 7
+
+
+def test_a_folder_that_holds_no_run_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither result files nor"):
+        write_html(tmp_path, tmp_path / "a.html")
+    with pytest.raises(UsageError, match="no such folder"):
+        write_html(tmp_path / "gone", tmp_path / "a.html")
+
+
+def test_a_page_that_cannot_be_written_is_an_output_error(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"):
+        write_html(out, tmp_path / "file" / "a.html", pictures=False)
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        self.links += [value or "" for key, value in attrs if key in ("src", "href", "action")]
+
+
+def test_the_page_fetches_nothing_and_runs_no_foreign_script(out: Path, tmp_path: Path) -> None:
+    write_html(out, tmp_path / "a.html")
+    text = (tmp_path / "a.html").read_text()
+    page = _Links()
+    page.feed(text)
+    assert page.links
+    assert all(link.startswith("data:") for link in page.links)
+    assert page.scripts == 1, "the slide's name must not have become an element"
+    assert not re.search(r"url\(|@import|https?://", text)
+
+
+def test_pictures_stay_bounded_for_thousands_of_slides(sample: Sample, tmp_path: Path) -> None:
+    assert [picture_side(count) for count in (1, 40, 41, 3000, 100_000)] == [420, 420, 280, 112, 72]
+    out = tmp_path / "out"
+    path = write_result(out / "a.h5", replace(sample, slide=Path("a.svs")))
+    run = collect(out)
+    many = replace(run, slides=tuple(replace(run.slides[0], output=path) for _ in range(3001)))
+    pictures = next(iter(draw_all(replace(many, slides=many.slides[:1])).values()))
+    assert len(pictures.thumbnail) + len(pictures.embedding) < 60_000
+    entries = tuple(replace(run.slides[0], slide=f"{n}.svs") for n in range(3001))
+    tiny = SlidePicture(thumbnail="data:,", embedding="data:,")
+    text = render(replace(run, slides=entries), {entry.key: tiny for entry in entries})
+    assert len(text) < 3001 * 4_000, "what is not a picture takes 4 kB a slide at most"
+
+
+def test_the_embedding_map_lies_on_the_thumbnail(sample: Sample, tmp_path: Path) -> None:
+    source = open_source(write_result(tmp_path / "a.h5", sample))
+    ground = np.zeros((297, 222, 3), np.uint8)
+    picture = paint_over(
+        ground, source, np.full((len(source), 3), 255, np.uint8), (10.0, 2967 / 297)
+    )
+    wanted = np.zeros((297, 222), bool)
+    side = source.tile_level0[0] / 10
+    for x, y in sample.coords / 10:
+        wanted[round(y) : round(y + side), round(x) : round(x + side)] = True
+    # Corners are rounded to pixels here, so a border may be off by one.
+    assert ((picture[..., 0] == 255) != wanted).mean() < 0.01
+
+
+@pytest.fixture(scope="session")
+def browser() -> Callable[[Path, int], str]:
+    """Loads a page in headless Chromium and gives back the DOM that its scripts left."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("needs Chromium (Debian's package chromium)")
+
+    def load(page: Path, width_px: int) -> str:
+        profile = page.parent / "profile"
+        done = subprocess.run(
+            [
+                program,
+                "--headless",
+                *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+                *("--disable-background-networking", "--disable-component-update"),
+                *("--disable-sync", "--disable-dev-shm-usage"),
+                f"--user-data-dir={profile}",
+                "--enable-logging=stderr",
+                "--virtual-time-budget=4000",
+                f"--window-size={width_px},900",
+                "--dump-dom",
+                page.as_uri(),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=True,
+            env=os.environ | {"HOME": str(page.parent)},
+        )
+        shouted = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+        assert shouted == [], "the console stays empty"
+        return done.stdout
+
+    return load
+
+
+# Runs in the page after its own script and leaves what it saw in an element.
+_ACT = """
+const log = {};
+const opens = () => [...document.querySelectorAll("tr.slide:not([hidden]) button.open")];
+const names = () => opens().map((button) => button.textContent);
+const key = (key) => (document.activeElement || document.body).dispatchEvent(
+  new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+const head = (name) => document.querySelector(`th button[data-sort="${name}"]`);
+log.first = names();
+const order = (name) => head(name).closest("th").ariaSort;
+head("tiles").click(); log.tiles = names(); log.tilesSort = order("tiles");
+head("tiles").click(); log.tilesUp = names(); log.tilesUpSort = order("tiles");
+head("slide").click(); log.slide = names();
+document.querySelector('.chip[data-state="failed"]').click(); log.failed = names();
+log.status = document.getElementById("shown").textContent;
+document.querySelector('.chip[data-state="failed"]').click();
+key("/"); log.focus = document.activeElement.id;
+const find = document.getElementById("find");
+find.value = "B/ tWo"; find.dispatchEvent(new Event("input")); log.found = names();
+find.value = "zzz"; find.dispatchEvent(new Event("input")); log.nothing = names();
+log.nothingShown = !document.getElementById("nothing").hidden;
+key("Escape"); log.cleared = names().length;
+find.focus(); key("ArrowDown"); log.arrow = document.activeElement.textContent;
+key("ArrowDown"); log.arrow2 = document.activeElement.textContent;
+head("speed").click();
+const open = document.querySelector("tr.slide button.open"); open.click();
+const detail = document.getElementById(open.getAttribute("aria-controls"));
+log.detail = [detail.hidden, detail.textContent.includes("Bogus marker length"),
+  detail.querySelectorAll(".large img").length, open.getAttribute("aria-expanded")];
+open.click(); log.closed = detail.hidden;
+log.images = [...document.images].every((image) => image.complete && image.naturalWidth > 0);
+const said = document.body.appendChild(document.createElement("pre"));
+said.id = "log";
+said.textContent = JSON.stringify(log);
+"""
+
+
+def test_sorting_filtering_and_keys_work_in_a_browser(
+    out: Path, tmp_path: Path, browser: Callable[[Path, int], str]
+) -> None:
+    page = tmp_path / "page.html"
+    write_html(out, page)
+    # Pictures are decoded by the time the page has loaded; the test acts after that.
+    script = f"<script>window.addEventListener('load', () => {{{_ACT}}});</script></body>"
+    page.write_text(page.read_text().replace("</body>", script))
+    seen = re.search(r'<pre id="log">(.*?)</pre>', browser(page, 1280), re.DOTALL)
+    assert seen, "the script ran to its end"
+    log = json.loads(unescape(seen[1]))
+    failed = [HOSTILE, "no.svs"]
+    assert log["first"][:3] == ["no.svs", HOSTILE, "later.svs"], "what is not done comes first"
+    assert log["tiles"][:3] == ["a/one.svs", "b/one.svs", "b/two.svs"]
+    assert log["tilesSort"] == "descending"
+    assert log["tilesUp"][:2] == ["blank.tif", "b/two.svs"]
+    assert log["tilesUp"][-3:] == log["tiles"][-3:], "what is not known stays last"
+    assert log["tilesUpSort"] == "ascending"
+    assert log["slide"][0] == "blank.tif"
+    assert sorted(log["failed"]) == sorted(failed)
+    assert log["status"] == "2 of 7 slides"
+    assert log["focus"] == "find"
+    assert log["found"] == ["b/two.svs"]
+    assert log["nothing"] == []
+    assert log["nothingShown"]
+    assert log["cleared"] == 7
+    assert [log["arrow"], log["arrow2"]] == log["slide"][:2]
+    assert log["detail"] == [False, True, 2, "true"]
+    assert log["closed"]
+    assert log["images"]
+
+
+@pytest.mark.parametrize("width_px", [500, 922, 1600])
+def test_nothing_scrolls_sideways_on_a_phone_or_a_desk(
+    out: Path, tmp_path: Path, browser: Callable[[Path, int], str], width_px: int
+) -> None:
+    page = tmp_path / "page.html"
+    write_html(out, page, pictures=width_px == 922)
+    script = (
+        "<script>for (const open of document.querySelectorAll('button.open')) open.click();"
+        "document.title = document.documentElement.scrollWidth - window.innerWidth;</script></body>"
+    )
+    page.write_text(page.read_text().replace("</body>", script))
+    seen = re.search(r"<title>(-?\d+)</title>", browser(page, width_px))
+    assert seen
+    assert int(seen[1]) <= 0
