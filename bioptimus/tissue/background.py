@@ -15,6 +15,8 @@ WIDEST_TINT = 30.0
 # A brightness counts as one of glass when so much of the commonest one's area has it. The
 # brightest such is glass: pale tissue is dimmer, and lumina show glass in a slide full of tissue.
 SHARE_OF_COMMONEST = 0.02
+# Parts never scanned are stored by some as one white, brighter than the glass.
+FILL_LEVEL = 252
 # Illumination may fall off by so much before a grey gradient stops being glass.
 SURFACE_RANGE = (0.70, 1.15)
 # The slide is cut in 8 x 8 cells; glass must show in so many of them before a surface is fitted.
@@ -38,7 +40,9 @@ class Background:
     surface: npt.NDArray[np.float32] | None
     seen: float
 
-    def rows(self, start: int, stop: int, *, size: tuple[int, int]) -> npt.NDArray[np.float32]:
+    def rows(
+        self, start: int, stop: int, *, size: tuple[int, int]
+    ) -> list[npt.NDArray[np.float32]]:
         """Glass colour of some rows of an image.
 
         Args:
@@ -47,17 +51,23 @@ class Background:
             size: (width, height) of the image.
 
         Returns:
-            float32 (stop - start, width, 3), or (1, 1, 3) where the colour is the same all over.
+            Red, green and blue, each float32 (stop - start, width), or (1, 1) where the colour is
+            the same all over.
         """
         if self.surface is None:
-            return self.colour.reshape(1, 1, 3)
-        u = _positions(size[0])[None, :, None]
-        v = _positions(size[1])[start:stop, None, None]
-        c = self.surface
-        along_u = c[0] + c[1] * u + c[3] * u * u
-        factor = along_u + (c[2] + c[4] * u) * v + c[5] * v * v
-        np.clip(factor, *SURFACE_RANGE, out=factor)
-        return np.asarray(factor * self.colour, dtype=np.float32)
+            return [self.colour[channel].reshape(1, 1) for channel in range(3)]
+        u = _positions(size[0])
+        v = _positions(size[1])[start:stop]
+        powers_of_v = np.stack([np.ones_like(v), v, v * v], axis=1)
+        planes = []
+        for channel in range(3):
+            c = self.surface[:, channel]
+            along_u = np.stack([c[0] + c[1] * u + c[3] * u * u, c[2] + c[4] * u, c[5] + 0 * u])
+            factor = (powers_of_v @ along_u).astype(np.float32, copy=False)
+            np.clip(factor, *SURFACE_RANGE, out=factor)
+            factor *= self.colour[channel]
+            planes.append(factor)
+        return planes
 
 
 def estimate_background(
@@ -78,7 +88,12 @@ def estimate_background(
     smooth = scanned & (rough <= SMOOTH)
     glass = smooth & (tint <= WIDEST_TINT) & (grey >= DIMMEST_GLASS)
     area = int(scanned.sum())
-    if glass.sum() < max(16, 0.0005 * area):
+    enough = max(16, 0.0005 * area)
+    fill = glass & (rough == 0) & (pixels.min(axis=2) >= FILL_LEVEL)
+    if (glass & ~fill).sum() >= max(enough, 0.02 * area):
+        glass &= ~fill
+        smooth &= ~fill
+    if glass.sum() < enough:
         return Background(colour=np.full(3, USUAL_GLASS, np.float32), surface=None, seen=0.0)
     brightness = _brightest_common(grey[glass])
     like = glass & (np.abs(grey - brightness) <= 8)

@@ -1,7 +1,6 @@
-"""Find tissue on a coarse image by the colour it takes out of the light."""
+"""Find tissue on a coarse image by its stain."""
 
 import math
-from collections.abc import Iterator
 
 import cv2
 import numpy as np
@@ -9,16 +8,21 @@ import numpy.typing as npt
 
 from bioptimus.tissue.background import Background, estimate_background
 from bioptimus.tissue.mask import SCANNED_OPACITY, TissueMask, TissueOptions, TissueStep, full_mask
+from bioptimus.tissue.pen import find_pen
+from bioptimus.tissue.stain import STEP, measure_stain
 
 BoolImage = npt.NDArray[np.bool_]
 ByteImage = npt.NDArray[np.uint8]
 
-# Chroma here is the difference between the most and the least of red, green, blue that gets
-# through, as shares of what gets through bare glass: 0 for any grey, dust and shadow included.
-CERTAIN_CHROMA = 0.075
-POSSIBLE_CHROMA = 0.030
-CHROMA_STEP = 1 / 400
-STRIP_ROWS = 512
+# Where two stains mix to grey, between stained parts so far apart, darkness is enough.
+BRIDGE_UM = 100.0
+BRIDGE_DARKNESS = 0.06
+# Thinner than this is a fibre or the compression's noise, unless it is surely stained.
+THINNEST_UM = 32.0
+# Black that reaches the image's edge is a border that a scanner painted.
+BLACKEST = 40
+# The glass is estimated on an image of about this many pixels a side.
+ESTIMATE_PX = 800
 
 
 def find_tissue(
@@ -44,15 +48,19 @@ def find_tissue(
     options = options or TissueOptions()
     if options.method == "none":
         return full_mask(opaque, downsample)
-    area_um2 = mpp[0] * mpp[1]
     scanned = opaque >= SCANNED_OPACITY
-    steps = [_step("area outside the scan", scanned)]
+    scanned &= ~_black_border(pixels, scanned)
+    steps = [_step("outside the scan or black", scanned)]
     background = _background(pixels, scanned)
-    chroma = _chroma(pixels, background, mpp)
-    mask = _connected_to(chroma >= _levels(POSSIBLE_CHROMA), chroma >= _levels(CERTAIN_CHROMA))
-    mask &= scanned
+    mask = _stained(pixels, scanned, background, mpp)
     steps.append(_step("no stain", mask))
-    mask = _fill_holes(mask, options.max_hole_um2 / area_um2) & scanned
+    allowed = scanned
+    if not options.keep_pen and mask.any():
+        allowed = scanned & ~find_pen(pixels, glass=background.colour, mpp=mpp)
+        mask &= allowed
+        steps.append(_step("pen marks", mask))
+    area_um2 = mpp[0] * mpp[1]
+    mask = _fill_holes(mask, options.max_hole_um2 / area_um2) & allowed
     mask = _drop_specks(mask, options.min_object_um2 / area_um2)
     steps.append(_step("specks", mask))
     return TissueMask(mask=mask, downsample=downsample, method="auto", steps=tuple(steps))
@@ -62,41 +70,43 @@ def _step(name: str, mask: BoolImage) -> TissueStep:
     return TissueStep(name=name, share=float(mask.mean()) if mask.size else 0.0)
 
 
-def _levels(chroma: float) -> int:
-    return round(chroma / CHROMA_STEP)
-
-
 def _background(pixels: ByteImage, scanned: BoolImage) -> Background:
-    """Estimate the glass on an image of at most about 800 px a side."""
-    factor = max(1, math.ceil(max(scanned.shape) / 800))
+    factor = max(1, math.ceil(max(scanned.shape) / ESTIMATE_PX))
     if factor == 1:
         return estimate_background(pixels, scanned)
     size = (max(1, scanned.shape[1] // factor), max(1, scanned.shape[0] // factor))
     small = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
-    whole = cv2.resize(scanned.astype(np.float32), size, interpolation=cv2.INTER_AREA) > 0.99
-    return estimate_background(np.asarray(small, dtype=np.uint8), whole)
+    whole = cv2.resize(scanned.astype(np.uint8), size, interpolation=cv2.INTER_AREA) > 0
+    return estimate_background(np.asarray(small, dtype=np.uint8), np.asarray(whole, dtype=bool))
 
 
-def _strips(height: int, halo: int) -> Iterator[tuple[int, int, int, int]]:
-    """(first, after last, first to read, after last to read) of bands of rows."""
-    for start in range(0, height, STRIP_ROWS):
-        stop = min(start + STRIP_ROWS, height)
-        yield start, stop, max(0, start - halo), min(height, stop + halo)
+def _stained(
+    pixels: ByteImage, scanned: BoolImage, background: Background, mpp: tuple[float, float]
+) -> BoolImage:
+    """Connected stain, with the grey between."""
+    stain = measure_stain(pixels, scanned, background=background, mpp=mpp)
+    mask = _connected_to(stain.possible, stain.certain) & scanned
+    thick = cv2.morphologyEx(mask.astype(np.uint8), cv2.MORPH_OPEN, _disc(THINNEST_UM, mpp)) > 0
+    mask &= np.asarray(thick | stain.certain, dtype=bool)
+    closed = cv2.morphologyEx(mask.astype(np.uint8), cv2.MORPH_CLOSE, _disc(BRIDGE_UM, mpp)) > 0
+    return np.asarray(mask | (closed & scanned & (stain.dark >= round(BRIDGE_DARKNESS / STEP))))
 
 
-def _chroma(pixels: ByteImage, background: Background, mpp: tuple[float, float]) -> ByteImage:
-    """Chroma of each pixel, in steps of ``CHROMA_STEP``, smoothed over about 16 µm."""
-    height, width = pixels.shape[:2]
-    out = np.empty((height, width), dtype=np.uint8)
-    sigma = (max(0.4, 8 / mpp[0]), max(0.4, 8 / mpp[1]))
-    for start, stop, first, last in _strips(height, math.ceil(3 * sigma[1]) + 1):
-        through = pixels[first:last] / background.rows(first, last, size=(width, height))
-        np.minimum(through, 1, out=through)
-        smooth = cv2.GaussianBlur(through, (0, 0), sigma[0], sigmaY=sigma[1])
-        chroma = smooth.max(axis=2) - smooth.min(axis=2)
-        band = np.minimum(chroma / CHROMA_STEP, 255).astype(np.uint8)
-        out[start:stop] = band[start - first : stop - first]
-    return out
+def _disc(diameter_um: float, mpp: tuple[float, float]) -> npt.NDArray[np.uint8]:
+    size = [2 * round(diameter_um / 2 / step) + 1 for step in mpp]
+    return np.asarray(cv2.getStructuringElement(cv2.MORPH_ELLIPSE, size), dtype=np.uint8)
+
+
+def _black_border(pixels: ByteImage, scanned: BoolImage) -> BoolImage:
+    """Black areas that touch the edge of the image."""
+    dark = cv2.inRange(pixels, (0, 0, 0), (BLACKEST, BLACKEST, BLACKEST))
+    black = scanned & (np.asarray(dark) > 0)
+    if not black.any():
+        return black
+    _, labels = cv2.connectedComponents(black.astype(np.uint8), connectivity=8)
+    edges = [labels[0], labels[-1], labels[:, 0], labels[:, -1]]
+    touching = np.unique(np.concatenate(edges))
+    return np.asarray(black & np.isin(labels, touching), dtype=bool)
 
 
 def _connected_to(possible: BoolImage, certain: BoolImage) -> BoolImage:
