@@ -17,6 +17,7 @@
     ├── SchedulerClosedError (RuntimeError)  a request met a scheduler that was shut down
     ├── OutputError                      a result file cannot be written, read or trusted
     │   └── OutputMismatchError          a file is there, made from other inputs or parameters
+    ├── SubmitError                      a batch system is not there, or did not take the job
     └── StoppedError                     the run was told to stop; what was done is on disk
 
 A message names the slide or file, the fact and the next step. The command line prints it as one
@@ -82,6 +83,10 @@ class OutputError(BioptimusError):
 
 class OutputMismatchError(OutputError):
     """A result file is there already, made from other inputs or parameters."""
+
+
+class SubmitError(BioptimusError):
+    """A batch system is not there, or did not take the job."""
 
 
 class StoppedError(BioptimusError):
