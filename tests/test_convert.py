@@ -216,6 +216,25 @@ def test_geojson_tissue_leaves_holes_out(tmp_path: Path) -> None:
     assert measurements["tiles"] == shapely.contains_xy(polygon, *centers.T).sum() < len(centers)
 
 
+def test_geojson_tissue_counts_each_tile_in_its_own_island(tmp_path: Path) -> None:
+    mask = np.zeros((21, 35), np.uint8)
+    mask[1:8, 1:12] = 1
+    mask[8:20, 12:20] = 1  # touches the first one at a corner: one island
+    mask[2:6, 24:34] = 1
+    mask[10:19, 24:34] = 1
+    mask[12:14, 26:28] = 0
+    path = make_result(tmp_path / "a.h5", rows=15, failed=(), tissue_mask=mask)
+    (written,) = run(path, tmp_path, "geojson", geometry="tissue")
+    features = json.loads(written.read_text())["features"]
+    polygons = [shapely.from_geojson(json.dumps(feature["geometry"])) for feature in features]
+    assert len(polygons) == 3
+    centers = open_result(path).centers
+    for polygon, feature in zip(polygons, features, strict=True):
+        # Of an island that touches itself at a corner the ring does too.
+        inside = shapely.contains_xy(polygon.buffer(0), *centers.T).sum()
+        assert feature["properties"]["measurements"]["tiles"] == inside > 0
+
+
 def test_geojson_asks_which_of_too_many_predictions_to_write(tmp_path: Path) -> None:
     path = make_result(tmp_path / "a.h5", prediction_dim=100, output_names=())
     with pytest.raises(UsageError, match=r"a\.h5: 100 predictions are too many .*--measurement"):

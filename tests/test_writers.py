@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -570,6 +571,35 @@ def test_two_writers_on_one_file_leave_one_whole_file(
     with h5py.File(path, "r") as file:
         assert file.attrs["complete"]
         assert len(file["features"]) == ROWS - 2
+    assert names_in(tmp_path) == ["a.h5"]
+
+
+def test_files_finished_in_many_threads_at_once_are_whole(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        paths = list(threads.map(lambda i: write(tmp_path / f"{i}" / "a.h5"), range(24)))
+    assert all(contents(path) == undisturbed for path in paths)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_lost_request_while_opening_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    # An os.open each: the part that is not there, the new part, its folder.
+    real, calls = os.open, iter(range(1, 100))
+
+    def stale_once(*arguments: Any) -> int:
+        if next(calls) == call:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(*arguments)
+
+    monkeypatch.setattr(disk, "RETRY_DELAYS_S", (0.0,))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", stale_once)
+        writer = HDF5Writer.open(tmp_path / "a.h5", plan())
+    rows_of(writer, 0, ROWS)
+    writer.finish(state="ok")
     assert names_in(tmp_path) == ["a.h5"]
 
 

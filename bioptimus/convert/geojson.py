@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from bioptimus.convert.pieces import ConvertOptions, Piece, measured
 from bioptimus.convert.trees import tissue_polygons
-from bioptimus.inference.results import Result
+from bioptimus.inference.results import Picture, Result
 
 _NAMESPACE = uuid.UUID("5f7c4f0e-6b5e-5a4c-9b7f-0f4f3a0f9d11")
 _ROWS_AT_ONCE = 4096
@@ -69,9 +69,13 @@ def _values(result: Result, first: int, columns: list[int]) -> list[list[float]]
 
 
 def _tissue(result: Result, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    centers = result.centers
+    if result.tissue_mask is None:
+        return
+    islands = _islands(result.tissue_mask)
+    island_of_tile = _pixels(islands, result.centers / result.tissue_mask.downsample)
     for number, rings in enumerate(tissue_polygons(result), start=1):
-        inside = _inside(centers, rings)
+        corner = min(map(tuple, (rings[0] / result.tissue_mask.downsample).round().tolist()))
+        inside = island_of_tile == _pixels(islands, np.array([corner]))
         area = sum(_area(ring) * sign for ring, sign in zip(rings, _signs(rings), strict=True))
         measurements = {
             "area_um2": area * result.mpp[0] * result.mpp[1],
@@ -114,16 +118,21 @@ def _area(ring: npt.NDArray[np.float64]) -> float:
     return float(abs(x @ np.roll(y, -1) - y @ np.roll(x, -1)) / 2)
 
 
-def _inside(
-    points: npt.NDArray[np.float64], rings: list[npt.NDArray[np.float64]]
-) -> npt.NDArray[np.bool_]:
-    """Which points lie inside the rings, by the even-odd rule."""
-    x, y = points.T
-    inside = np.zeros(len(points), bool)
-    for ring in rings:
-        for (x0, y0), (x1, y1) in zip(ring, np.roll(ring, -1, axis=0), strict=True):
-            if y0 == y1:
-                continue
-            crosses = (y0 > y) != (y1 > y)
-            inside ^= crosses & (x < x0 + (y - y0) * (x1 - x0) / (y1 - y0))
-    return inside
+def _islands(mask: Picture) -> npt.NDArray[np.int32]:
+    """The mask with its islands numbered from 1, as its polygons part them: diagonals touch."""
+    import cv2
+
+    _, islands = cv2.connectedComponents((mask.pixels > 0).astype(np.uint8), connectivity=8)
+    return np.asarray(islands, np.int32)
+
+
+def _pixels(
+    image: npt.NDArray[np.int32], positions: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int32]:
+    """Values of the pixels that hold the positions (x, y), in pixels; 0 outside the image."""
+    x, y = np.floor(positions).astype(np.int64).T
+    height, width = image.shape
+    within = (x >= 0) & (y >= 0) & (x < width) & (y < height)
+    values = np.zeros(len(positions), np.int32)
+    values[within] = image[y[within], x[within]]
+    return values

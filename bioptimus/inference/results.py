@@ -242,7 +242,12 @@ class Result:
         if name not in self.output_names:
             some = ", ".join(self.output_names[:8])
             raise OutputError(f"{self.path}: has no prediction {name!r} (it has {some} ...)")
-        column: npt.NDArray[np.floating[Any]] = self.predictions[:, self.output_names.index(name)]
+        index = self.output_names.index(name)
+        if "predictions" in vars(self):
+            return self.predictions[:, index]
+        # Of thousands of genes only one is held in memory.
+        with self._file() as file:
+            column: npt.NDArray[np.floating[Any]] = file["predictions"][:, index]
         return column
 
     @cached_property

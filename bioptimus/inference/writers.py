@@ -179,12 +179,17 @@ class HDF5Writer:
             path.parent.mkdir(parents=True, exist_ok=True)
             for leftover in temporaries_beside(path):
                 leftover.unlink(missing_ok=True)
-            found = PartFile.resume(
-                part_path, plan.row_layout, digest=digest, parameters=parameters
+            layout = plan.row_layout
+            found = retry(
+                lambda: PartFile.resume(part_path, layout, digest=digest, parameters=parameters),
+                name=path.name,
             )
             if isinstance(found, PartFile):
                 return cls(path, plan, found)
-            part = PartFile.create(part_path, plan.row_layout, digest=digest, parameters=parameters)
+            part = retry(
+                lambda: PartFile.create(part_path, layout, digest=digest, parameters=parameters),
+                name=path.name,
+            )
         writer = cls(path, plan, part)
         writer.started_anew_because = found
         return writer
@@ -389,11 +394,9 @@ def check_existing(
     advice = "move it away or pass --overwrite"
     with output_errors(path, "cannot be read", advice=advice):
         try:
-            file = h5py.File(path, "r", locking=False)
+            found = retry(lambda: _root_attributes(path), name=path.name)
         except FileNotFoundError:
             return None
-        with file:
-            found = dict(file.attrs)
     if found.get("format") != FORMAT:
         raise OutputError(f"{path}: was not written by bioptimus; {advice}")
     if not found.get("complete", False):
@@ -408,6 +411,11 @@ def check_existing(
         for leftover in (part_of(path), *temporaries_beside(path)):
             leftover.unlink(missing_ok=True)
     return "same"
+
+
+def _root_attributes(path: Path) -> dict[str, Any]:
+    with h5py.File(path, "r", locking=False) as file:
+        return dict(file.attrs)
 
 
 def _mapping(text: object) -> dict[str, Any]:
