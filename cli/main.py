@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
-from cli import convert, doctor, verify, view
+from cli import convert, doctor, info, verify, view
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -53,6 +53,7 @@ def _root(
 
 
 app.command("convert")(convert.convert)
+app.command("info")(info.info)
 app.command("verify")(verify.verify)
 app.command("view")(view.view)
 app.command("doctor")(doctor.doctor)

@@ -1,17 +1,20 @@
 """From a path to a source of pixels: which reader opens the file, and what it says about it."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import openslide
 import tifffile
 from openslide import lowlevel
 
-from bioptimus.errors import SlideOpenError
 from bioptimus.io.judge import first_difference
-from bioptimus.io.sources import WHITE, Colour, OpenSlideSource, PixelSource
+from bioptimus.io.metadata import Metadata
+from bioptimus.io.plain import cut_off_sentence, open_plain, sub_levels
+from bioptimus.io.quiet import quiet_tifffile
+from bioptimus.io.refusals import check_readable, check_whole, explain
+from bioptimus.io.sources import OpenSlideSource, PixelSource
 from bioptimus.io.tiff import StoredLevel, TiffSource, UnsupportedLayoutError, stored_level
 
 log = logging.getLogger(__name__)
@@ -19,35 +22,6 @@ log = logging.getLogger(__name__)
 # Formats whose stored tiles overlap or are moved about: a table of tiles does not tell where
 # their pixels belong.
 _MOVED_TILES = ("ventana", "trestle", "zeiss", "mirax", "dicom", "hamamatsu", "sakura")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metadata:
-    """What is copied from the file on opening, so that a dead handle takes nothing with it.
-
-    Attributes:
-        vendor: OpenSlide's name of the format.
-        level_dimensions: (width, height) of each level.
-        properties: As OpenSlide names them.
-        icc_profile: The embedded colour profile.
-        warnings: What a user should know, one sentence each.
-    """
-
-    vendor: str
-    level_dimensions: tuple[tuple[int, int], ...]
-    properties: Mapping[str, str]
-    icc_profile: bytes | None = None
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def background(self) -> Colour:
-        """(r, g, b) of what was not scanned; white if the file names none."""
-        text = self.properties.get("openslide.background-color", "")
-        try:
-            red, green, blue = bytes.fromhex(text)
-        except ValueError:
-            return WHITE
-        return (red, green, blue)
 
 
 def open_source(path: Path, *, fast: bool) -> tuple[Metadata, PixelSource]:
@@ -60,17 +34,38 @@ def open_source(path: Path, *, fast: bool) -> tuple[Metadata, PixelSource]:
     Raises:
         SlideOpenError: No reader can open it.
     """
-    if not path.exists():
-        raise SlideOpenError(f"{path}: no such file; check the path")
+    refused: openslide.OpenSlideError | None = None
     try:
+        check_readable(path)
         handle = openslide.OpenSlide(path)
         metadata = _metadata(handle)
         downsamples = handle.level_downsamples
     except openslide.OpenSlideError as exc:
-        raise SlideOpenError(f"{path.name}: cannot be opened ({exc})") from exc
+        refused = exc
+    if refused is not None:
+        return _open_refused(path, refused, fast=fast)
     judge = OpenSlideSource(path, handle, metadata.background)
-    faster = _faster_source(path, metadata, downsamples, judge) if fast else None
-    return metadata, faster or judge
+    if not fast:
+        return metadata, judge
+    with quiet_tifffile(path.name):
+        return _faster_source(path, metadata, downsamples, judge) or (metadata, judge)
+
+
+def _open_refused(
+    path: Path, refused: openslide.OpenSlideError, *, fast: bool
+) -> tuple[Metadata, PixelSource]:
+    """Open what OpenSlide refused, or say why nobody can."""
+    vendor = openslide.OpenSlide.detect_format(path)
+    reason = "no other reader was tried, because of --reader openslide"
+    # A format that OpenSlide knows and refuses is broken; its TIFF would give only parts.
+    if fast and vendor in (None, "generic-tiff"):
+        try:
+            check_whole(path)
+            with quiet_tifffile(path.name):
+                return open_plain(path)
+        except UnsupportedLayoutError as exc:
+            reason = str(exc)
+    raise explain(path, str(refused), vendor=vendor, reason=reason) from refused
 
 
 def _metadata(handle: openslide.OpenSlide) -> Metadata:
@@ -91,58 +86,133 @@ def _icc_profile(handle: openslide.OpenSlide, properties: Mapping[str, str]) -> 
 
 def _faster_source(
     path: Path, metadata: Metadata, downsamples: tuple[float, ...], judge: OpenSlideSource
-) -> TiffSource | None:
+) -> tuple[Metadata, PixelSource] | None:
     """The reader of stored tiles, if it gives OpenSlide's pixels."""
     if metadata.vendor in _MOVED_TILES:
         return None
     difference = None
     # Photometric tag first, as scanners mean it; then what the JPEG stream itself says.
     for trust in (True, False):
-        levels = _stored_levels(path, metadata.level_dimensions, trust_photometric=trust)
-        if not levels:
+        table = _tile_table(path, metadata, trust_photometric=trust)
+        if table is None:
             return None
-        source = TiffSource(path, levels, metadata.background, judge=judge)
+        if table.is_turned:
+            return table.metadata, TiffSource(
+                path, table.levels, metadata.background, judge=None, name="tifffile"
+            )
+        source = TiffSource(path, table.levels, metadata.background, judge=judge)
         difference = first_difference(
             source,
             judge,
-            levels=sorted(levels),
+            levels=[level for level in sorted(table.levels) if level < len(downsamples)],
             dimensions=metadata.level_dimensions,
             downsamples=downsamples,
         )
         if difference is None:
-            return source
+            return table.metadata, source
     log.info("%s: read through OpenSlide; its tiles differ at %s", path.name, difference)
     return None
 
 
-def _stored_levels(
-    path: Path, dimensions: tuple[tuple[int, int], ...], *, trust_photometric: bool
-) -> dict[int, StoredLevel]:
+@dataclass(frozen=True, kw_only=True)
+class _TileTable:
+    """The levels of a TIFF that can be read directly.
+
+    Attributes:
+        metadata: OpenSlide's, with levels and warnings added that it does not have.
+        levels: By number.
+        is_turned: Whether OpenSlide's pixels are no guide, because it turns each tile.
+    """
+
+    metadata: Metadata
+    levels: dict[int, StoredLevel]
+    is_turned: bool = False
+
+
+def _tile_table(path: Path, metadata: Metadata, *, trust_photometric: bool) -> _TileTable | None:
     """The levels of OpenSlide that are pages of a TIFF, found by their size."""
-    levels: dict[int, StoredLevel] = {}
     try:
         with tifffile.TiffFile(path) as tiff:
             pages = [
                 page for page in tiff.pages if isinstance(page, tifffile.TiffPage) and page.is_tiled
             ]
-            for page in pages:
-                size = (page.imagewidth, page.imagelength)
-                same = [other for other in pages if (other.imagewidth, other.imagelength) == size]
-                if dimensions.count(size) != 1 or len(same) != 1 or _is_turned(page):
-                    continue
-                try:
-                    level = stored_level(page, trust_photometric=trust_photometric)
-                except UnsupportedLayoutError as exc:
-                    log.debug("%s: %d x %d through OpenSlide: %s", path.name, *size, exc)
-                    continue
-                levels[dimensions.index(size)] = level
-    except (tifffile.TiffFileError, OSError, ValueError) as exc:
+            metadata, pages = _with_sub_levels(metadata, pages)
+            levels = _matching_levels(
+                pages, metadata.level_dimensions, trust_photometric=trust_photometric
+            )
+            cut_off = cut_off_sentence(path.name, levels.values(), path.stat().st_size)
+            metadata = replace(
+                metadata,
+                warnings=(
+                    *metadata.warnings,
+                    *_warnings(path.name, [page for page in pages if _fits(page, metadata)]),
+                    *([] if cut_off is None else [cut_off]),
+                ),
+            )
+            turned = any(_orientation(page) != 1 for page in pages if _fits(page, metadata))
+    except (tifffile.TiffFileError, OSError, ValueError, KeyError, IndexError) as exc:
         log.debug("%s: no tile table: %s", path.name, exc)
-        return {}
+        return None
+    if turned and len(levels) < len(metadata.level_dimensions):
+        return None
+    return _TileTable(metadata=metadata, levels=levels, is_turned=turned) if levels else None
+
+
+def _fits(page: tifffile.TiffPage, metadata: Metadata) -> bool:
+    return (page.imagewidth, page.imagelength) in metadata.level_dimensions
+
+
+def _with_sub_levels(
+    metadata: Metadata, pages: list[tifffile.TiffPage]
+) -> tuple[Metadata, list[tifffile.TiffPage]]:
+    """Levels below the first page, where OME-TIFF has them and OpenSlide does not look."""
+    if metadata.vendor != "generic-tiff" or len(metadata.level_dimensions) > 1 or not pages:
+        return metadata, pages
+    below = [page for page in sub_levels(pages[0]) if page.is_tiled]
+    sizes = tuple((page.imagewidth, page.imagelength) for page in below)
+    return (
+        replace(metadata, level_dimensions=(*metadata.level_dimensions, *sizes)),
+        [*pages, *below],
+    )
+
+
+def _matching_levels(
+    pages: list[tifffile.TiffPage],
+    dimensions: tuple[tuple[int, int], ...],
+    *,
+    trust_photometric: bool,
+) -> dict[int, StoredLevel]:
+    levels: dict[int, StoredLevel] = {}
+    sizes = [(page.imagewidth, page.imagelength) for page in pages]
+    for page, size in zip(pages, sizes, strict=True):
+        # Two pages, or two levels, of one size: which is which cannot be told.
+        if dimensions.count(size) != 1 or sizes.count(size) != 1:
+            continue
+        try:
+            level = stored_level(page, trust_photometric=trust_photometric)
+        except UnsupportedLayoutError as exc:
+            log.debug("%d x %d through OpenSlide: %s", *size, exc)
+            continue
+        levels[dimensions.index(size)] = level
     return levels
 
 
-def _is_turned(page: tifffile.TiffPage) -> bool:
-    """Whether the page is to be shown turned or mirrored."""
+def _warnings(name: str, pages: list[tifffile.TiffPage]) -> Iterator[str]:
+    if not pages:
+        return
+    turn = _orientation(pages[0])
+    if turn != 1:
+        yield (
+            f"{name}: TIFF orientation {turn} asks for a turned picture; it is read as stored, "
+            "not turned"
+        )
+    if pages[0].samplesperpixel == 1:
+        yield (
+            f"{name}: one grey channel instead of colour; models for stained tissue expect RGB, "
+            "and a label mask is no slide"
+        )
+
+
+def _orientation(page: tifffile.TiffPage) -> int:
     tag = page.tags.get(274)
-    return tag is not None and int(tag.value) != 1
+    return 1 if tag is None else int(tag.value)

@@ -201,7 +201,7 @@ def _in_order(
 
 
 OVERRIDE = "--mpp-override"
-OPENSLIDE = "openslide.mpp-x, openslide.mpp-y"
+OPENSLIDE = "openslide.mpp-x/y"
 FALLBACK = "--mpp-fallback"
 OBJECTIVE = "objective power"
 ORDER = (OVERRIDE, OPENSLIDE, "vendor fields and TIFF tags", FALLBACK, OBJECTIVE)
@@ -265,6 +265,8 @@ def _contradictions(
                 f"{_text(entry.mpp)} from {entry.source}"
             )
             break  # one warning is enough; `info` lists every claim
+        if winner.source == OVERRIDE:
+            break  # what the file means without it is its first claim
     if power is not None and winner.source != OVERRIDE:
         ratio = math.sqrt(winner.mpp[0] * winner.mpp[1]) * power / MPP_TIMES_POWER
         if max(ratio, 1 / ratio) > POWER_FACTOR_TOLERANCE:
@@ -364,6 +366,8 @@ def _claim(source: str, x: float | None, y: float | None) -> Candidate | None:
 def _vendor_claims(properties: Mapping[str, str]) -> Iterable[Candidate | None]:
     get = properties.get
     yield _claim("aperio.MPP", parse_number(get("aperio.MPP")), None)
+    if "aperio.MPP" not in properties:
+        yield claim_from_description(get("tiff.ImageDescription") or get("openslide.comment"))
     unit = get("tiff.ResolutionUnit", "inch")
     yield _claim(
         f"tiff.XResolution per {unit}",
@@ -388,7 +392,6 @@ def _vendor_claims(properties: Mapping[str, str]) -> Iterable[Candidate | None]:
             nm / 1000 / width_px,
             None if height is None else height / 1000 / height_px,
         )
-    yield claim_from_description(get("tiff.ImageDescription") or get("openslide.comment"))
 
 
 def _spacing_mm(source: str, text: str | None) -> Candidate | None:

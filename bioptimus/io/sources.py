@@ -114,15 +114,18 @@ class OpenSlideSource:
             lowlevel._read_region(handle._osr, target, *corner, level, width, height)
         except openslide.OpenSlideError as first:
             log.debug("%s: %s; reopening", self._path.name, first)
+            # On a handle of its own: the shared one may be killed again by another thread's read.
+            fresh = None
             try:
-                handle = self._reopen(handle)
-                lowlevel._read_region(handle._osr, target, *corner, level, width, height)
+                fresh = openslide.OpenSlide(self._path)
+                lowlevel._read_region(fresh._osr, target, *corner, level, width, height)
             except openslide.OpenSlideError as exc:
-                self._reopen_quietly(handle)
+                self._replace(handle, None)
                 raise SlideReadError(
                     f"{self._path.name}: level {level} at ({corner[0]}, {corner[1]}) cannot be "
                     f"decoded ({exc}); the file is damaged there, copy it again from the source"
                 ) from exc
+            self._replace(handle, fresh)
         return pixels
 
     def _current(self) -> openslide.OpenSlide:
@@ -131,22 +134,19 @@ class OpenSlideSource:
             raise SlideReadError(f"{self._path.name}: was closed; open it again to read from it")
         return handle
 
-    def _reopen(self, failed: openslide.OpenSlide) -> openslide.OpenSlide:
-        """A working handle in place of one that failed; the first thread to come replaces it.
+    def _replace(self, failed: openslide.OpenSlide, working: openslide.OpenSlide | None) -> None:
+        """Put a working handle in the place of one that failed; the first thread to come does.
 
-        The old handle is dropped, not closed: another thread may be reading through it.
+        The old handle is dropped, not closed: another thread may be reading through it. If the
+        file cannot even be opened any more, the next read says so.
         """
         with self._lock:
-            if self._handle is failed:
-                self._handle = _with_cache(openslide.OpenSlide(self._path))
-            return self._current()
-
-    def _reopen_quietly(self, failed: openslide.OpenSlide) -> None:
-        """Leave a working handle to the next read, if the file can still be opened."""
-        try:
-            self._reopen(failed)
-        except openslide.OpenSlideError as exc:
-            log.debug("%s: cannot be opened again: %s", self._path.name, exc)
+            if self._handle is not failed:
+                return
+            try:
+                self._handle = _with_cache(working or openslide.OpenSlide(self._path))
+            except openslide.OpenSlideError as exc:
+                log.debug("%s: cannot be opened again: %s", self._path.name, exc)
 
     def stored_tile(self, level: int) -> tuple[int, int]:
         """(width, height) of the level's stored tiles, 256 where the file does not tell."""

@@ -22,8 +22,10 @@ import numpy.typing as npt
 
 from bioptimus.errors import SlideReadError
 from bioptimus.io.blocks import Indices, band_rows, blocks_of, most_band_rows
+from bioptimus.io.icc import SrgbTransform
 from bioptimus.io.levels import LevelChoice, choose_level, finer_levels
-from bioptimus.io.opening import Metadata, open_source
+from bioptimus.io.metadata import Metadata
+from bioptimus.io.opening import open_source
 from bioptimus.io.resample import resample
 from bioptimus.io.resolution import Resolution, claims_from_properties, decide
 from bioptimus.io.sources import PixelSource
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 
 Pixels = npt.NDArray[np.uint8]
 
+# A single level larger than this makes the coarse picture slow enough to be told.
+_LARGE_PX = 10_000
 # Side of the squares of level pixels that a coarse image is put together from: 12 MiB of RGB.
 _STRIP_PX = 2048
 
@@ -105,6 +109,9 @@ class Slide:
         self.vendor = metadata.vendor
         self.properties = metadata.properties
         self.has_icc = metadata.icc_profile is not None
+        self._to_srgb: SrgbTransform | None = None
+        if options.icc == "srgb" and metadata.icc_profile is not None:
+            self._to_srgb = SrgbTransform(metadata.icc_profile, self.name)
         self.level_dimensions = metadata.level_dimensions
         self.dimensions = metadata.level_dimensions[0]
         self.level_downsamples = tuple(
@@ -122,7 +129,14 @@ class Slide:
         self.background = metadata.background
         self.bounds = _bounds(metadata.properties)
         self.warnings: list[str] = [*metadata.warnings, *self.resolution.warnings]
-        self.size_files = _companions(path, metadata.vendor)
+        if options.icc == "srgb" and not self.has_icc:
+            self.warnings.append(f"{self.name}: no colour profile; colours stay as they are")
+        if len(self.level_dimensions) == 1 and max(self.dimensions) > _LARGE_PX:
+            self.warnings.append(
+                f"{self.name}: one level of {self.dimensions[0]} x {self.dimensions[1]} px and no "
+                "pyramid; the coarse picture takes reading all of it"
+            )
+        self.size_files = _companions(path, metadata)
         self._options = options
         self._source = source
 
@@ -161,6 +175,11 @@ class Slide:
         return self._source.name
 
     @property
+    def icc_applied(self) -> bool:
+        """Whether tiles are converted to sRGB."""
+        return self._to_srgb is not None
+
+    @property
     def size_bytes(self) -> int:
         """Bytes on disk, companions included."""
         return sum(file.stat().st_size for file in self.size_files)
@@ -184,12 +203,13 @@ class Slide:
             name=self.name,
             allow_upsample=self._options.allow_upsample,
         )
-        return TileReader(self, self._source, spec, choice)
+        return TileReader(self, self._source, spec, choice, self._to_srgb)
 
     def coarse_image(self, mpp: float = 8.0) -> CoarseImage:
         """The slide at about ``mpp`` µm/px, the scale at which tissue is looked for.
 
-        A level that cannot be decoded is replaced by the next finer one.
+        A level that cannot be decoded is replaced by the next finer one. Colours are as stored,
+        also where tiles are converted to sRGB.
 
         Raises:
             ResolutionError: The slide's scale is unknown.
@@ -278,14 +298,19 @@ class TileReader:
     """
 
     def __init__(
-        self, slide: Slide, source: PixelSource, spec: TileSpec, choice: LevelChoice
+        self,
+        slide: Slide,
+        source: PixelSource,
+        spec: TileSpec,
+        choice: LevelChoice,
+        to_srgb: SrgbTransform | None,
     ) -> None:
         self.level = choice.level
         self.level_downsample = slide.level_downsamples[choice.level]
         self.scale = choice.scale
         self.size_px = spec.size_px
         self._source = source
-        self._spec = spec
+        self._to_srgb = to_srgb
 
     def read(self, tile: Tile) -> Pixels:
         """Read one tile.
@@ -306,6 +331,8 @@ class TileReader:
         tile_pixels = resample(
             pixels, offset=offset, scale=self.scale, size=(self.size_px, self.size_px)
         )
+        if self._to_srgb is not None:
+            return self._to_srgb(tile_pixels)
         return np.ascontiguousarray(tile_pixels)
 
     def read_block(self, tiles: Sequence[Tile]) -> list[Pixels | SlideReadError]:
@@ -365,14 +392,27 @@ def _bounds(properties: Mapping[str, str]) -> tuple[int, int, int, int] | None:
     return (x, y, width, height)
 
 
-def _companions(path: Path, vendor: str) -> tuple[Path, ...]:
+def _companions(path: Path, metadata: Metadata) -> tuple[Path, ...]:
     """The file itself and what belongs to it."""
-    if vendor == "mirax":
+    if metadata.vendor == "mirax":
         folder = path.with_suffix("")
         return (path, *sorted(file for file in folder.rglob("*") if file.is_file()))
-    if vendor == "dicom":
-        return tuple(sorted({path, *path.parent.glob("*.dcm")}))
+    if metadata.vendor == "dicom":
+        series = metadata.properties.get("dicom.SeriesInstanceUID", "").encode()
+        others = (file for file in path.parent.iterdir() if file.is_file() and file != path)
+        return tuple(sorted([path, *(file for file in others if _names(file, series))]))
     return (path,)
+
+
+# The header of a DICOM file, where its series is named, lies within this.
+_DICOM_HEADER_BYTES = 1 << 16
+
+
+def _names(path: Path, series: bytes) -> bool:
+    """Whether the head of a DICOM file names a series."""
+    with path.open("rb") as file:
+        head = file.read(_DICOM_HEADER_BYTES)
+    return head[128:132] == b"DICM" and bool(series) and series in head
 
 
 def _sample_hash(path: Path) -> str:

@@ -1,0 +1,81 @@
+"""``bioptimus info``: facts on stdout, errors on stderr, exit code for scripts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.main import main
+from tests import slides
+
+
+def test_info_shows_each_claim_of_the_scale_and_which_one_won(
+    example_slide: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", str(example_slide)]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "aperio",
+        "2220 x 2967 px",
+        "0.499 µm/px from openslide.mpp-x/y",
+        "aperio.MPP",
+        "objective power",
+        "passed over",
+        "reader           tiff",
+        "1.8 MiB",
+    ):
+        assert part in text
+
+
+def test_info_as_json_is_one_list_with_every_slide(
+    example_slide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", "--json", str(example_slide), str(tmp_path / "gone.svs")]) == 1
+    output = capsys.readouterr()
+    good, bad = json.loads(output.out)
+    assert good["mpp"] == [0.499, 0.499]
+    assert [entry["used"] for entry in good["mpp_candidates"]] == [True, False, False]
+    assert good["levels"] == [{"dimensions": [2220, 2967], "downsample": [1.0, 1.0]}]
+    assert good["size_bytes"] == example_slide.stat().st_size
+    assert "no such file" in bad["error"]
+    assert "error:" in output.err
+
+
+def test_one_bad_slide_does_not_hide_the_others(
+    example_slide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.svs").touch()
+    assert main(["info", str(tmp_path / "empty.svs"), str(example_slide)]) == 1
+    output = capsys.readouterr()
+    assert "CMU-1-Small-Region" in output.out
+    assert output.err.splitlines() == [
+        "error: empty.svs: is empty (0 bytes); copy it again from the source and compare the sizes"
+    ]
+
+
+def test_info_says_what_an_override_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = slides.write_pyramid(tmp_path / "a.tif", slides.noise(300, 300), mpp=0.25)
+    assert main(["info", str(path), "--mpp-override", "0.5"]) == 0
+    text = capsys.readouterr().out
+    assert "0.5 µm/px from --mpp-override" in text
+    assert "contradicts 0.25" in text
+    assert main(["info", str(path), "--reader", "openslide"]) == 0
+    assert "reader           openslide" in capsys.readouterr().out
+
+
+def test_slide_without_scale_is_shown_with_the_flag_that_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = slides.write_pyramid(tmp_path / "a.tif", slides.noise(300, 300), mpp=None)
+    assert main(["info", str(path)]) == 0
+    assert "--mpp-override" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--reader", "fast"], ["--mpp-override", "-1"]])
+def test_options_that_cannot_be_are_wrong_usage(
+    example_slide: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", str(example_slide), *words]) == 2
+    assert words[0] in capsys.readouterr().err

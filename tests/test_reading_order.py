@@ -1,0 +1,228 @@
+"""Blocks and the cache: every tile once, every stored tile decoded about once, memory flat."""
+
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import Any, Literal
+
+import imagecodecs
+import numpy as np
+import pytest
+import tifffile
+
+from bioptimus.errors import SlideReadError
+from bioptimus.io.blocks import band_rows, blocks_of, most_band_rows
+from bioptimus.io.cache import TileCache
+from bioptimus.io.wsi import OpenOptions, Slide
+from bioptimus.tiles import TileSpec, plan_tiles
+from tests import slides
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 31, 32, 33, 1000])
+def test_blocks_hold_each_position_once(count: int) -> None:
+    kept = np.sort(np.random.default_rng(count).choice(4000, count, replace=False))
+    blocks = blocks_of(kept.astype(np.int64), 57, 8)
+    positions = [int(position) for block in blocks for position in block]
+    assert sorted(positions) == list(range(count))
+    assert all(0 < len(block) <= 32 for block in blocks)
+
+
+def test_small_slides_give_blocks_enough_for_several_threads() -> None:
+    assert len(blocks_of(np.arange(73), 9, 32)) >= 4
+
+
+@pytest.mark.parametrize(
+    ("stride", "stored", "rows"), [(224, 256, 32), (448, 256, 32), (256, 256, 32), (240, 512, 32)]
+)
+def test_bands_end_where_stored_tiles_end(stride: float, stored: int, rows: int) -> None:
+    assert band_rows(stride, stored) == rows
+    assert rows * stride % stored == 0
+
+
+def test_bands_of_strips_are_low_enough_for_the_cache() -> None:
+    # 50,000 px wide strips: a row of 224 px tiles takes 34 MB.
+    assert most_band_rows(224, column_px=50_000, cache_bytes=48 << 20) == 1
+    assert most_band_rows(224, column_px=2 * 256 + 224, cache_bytes=48 << 20) == 32
+
+
+def _counting_decoder(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    decoded: list[int] = []
+    real = imagecodecs.jpeg8_decode
+
+    def counted(*args: Any, **options: Any) -> Any:
+        decoded.append(1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(imagecodecs, "jpeg8_decode", counted)
+    return decoded
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("tile_px", "most"), [(224, 1.0), (200, 1.15)])
+def test_each_stored_tile_is_decoded_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, tile_px: int, most: float
+) -> None:
+    path = tmp_path / "a.tif"
+    # 28 x 40 stored tiles, all the same: only how often they are decoded matters.
+    (stored,) = (imagecodecs.jpeg8_encode(slides.tissue(256, 256), level=80),)
+    tifffile.imwrite(
+        path,
+        (bytes(stored) for _ in range(28 * 40)),
+        shape=(40 * 256, 28 * 256, 3),
+        dtype=np.uint8,
+        tile=(256, 256),
+        compression="jpeg",
+        photometric="ycbcr",
+        subsampling=(2, 2),
+        resolution=(20000, 20000),
+        resolutionunit="CENTIMETER",
+        metadata=None,
+    )
+    spec = TileSpec(size_px=tile_px, mpp=0.5)
+    with Slide.open(path) as slide:
+        assert slide.reader == "tiff"
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        reader = slide.tile_reader(spec)
+        blocks = iter(reader.blocks(grid, np.arange(len(grid))))
+        decoded, lock = _counting_decoder(monkeypatch), threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    block = next(blocks, None)
+                if block is None:
+                    return
+                reader.read_block([grid[int(index)] for index in block])
+
+        workers = [threading.Thread(target=work) for _ in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(60)
+        assert len(decoded) <= most * 28 * 40 + 1
+
+
+def _pixels(results: list[slides.Pixels | SlideReadError]) -> list[slides.Pixels]:
+    return [result for result in results if isinstance(result, np.ndarray)]
+
+
+READERS: tuple[Literal["auto", "openslide"], ...] = ("auto", "openslide")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_threads_read_the_same_pixels_as_one_alone(
+    example_slide: Path, reader: Literal["auto", "openslide"]
+) -> None:
+    spec = TileSpec(size_px=224, mpp=0.7)
+    with Slide.open(example_slide, OpenOptions(reader=reader)) as slide:
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        tiles = slide.tile_reader(spec)
+        some = [grid[index] for index in range(0, len(grid), 2)]
+        right = tiles.read_block(some)
+        same: list[bool] = []
+
+        def compare() -> None:
+            found = tiles.read_block(some)
+            same.append(np.array_equal(np.stack(_pixels(found)), np.stack(_pixels(right))))
+
+        workers = [threading.Thread(target=compare) for _ in range(8)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(60)
+    assert same == [True] * 8
+
+
+# ---- the cache ----
+
+
+def test_cache_stays_below_its_limit_and_drops_the_oldest() -> None:
+    cache = TileCache(1000)
+    for key in range(10):
+        cache.get(key, lambda: np.zeros((10, 30), np.uint8))
+        assert cache.held_bytes <= 1000
+    fresh: list[int] = []
+
+    def decode() -> Any:
+        fresh.append(1)
+        return np.zeros((10, 30), np.uint8)
+
+    cache.get(9, decode)
+    assert fresh == []
+    cache.get(0, decode)
+    assert fresh == [1]
+
+
+def test_tile_larger_than_the_cache_is_still_kept_while_it_is_the_newest() -> None:
+    cache = TileCache(10)
+    cache.get("a", lambda: np.zeros(100, np.uint8))
+    assert cache.get("a", lambda: pytest.fail("decoded twice")).size == 100
+
+
+def test_failed_decode_is_not_remembered() -> None:
+    cache = TileCache(1000)
+
+    def fail() -> Any:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        cache.get("a", fail)
+    assert cache.get("a", lambda: np.ones(3, np.uint8)).sum() == 3
+    assert cache.held_bytes == 3
+
+
+def test_tile_wanted_by_two_threads_is_decoded_by_one() -> None:
+    cache, decoding, go = TileCache(1000), threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    def slow() -> Any:
+        calls.append(1)
+        decoding.set()
+        assert go.wait(10)
+        return np.ones(3, np.uint8)
+
+    workers = [threading.Thread(target=lambda: cache.get("a", slow)) for _ in range(4)]
+    workers[0].start()
+    assert decoding.wait(10)
+    for worker in workers[1:]:
+        worker.start()
+    go.set()
+    for worker in workers:
+        worker.join(10)
+    assert calls == [1]
+
+
+def test_memory_stays_flat_over_a_hundred_thousand_tiles(tmp_path: Path) -> None:
+    """Planning and cutting 100,000 tiles into blocks, and reading ever more of them."""
+    path = tmp_path / "a.tif"
+    (stored,) = (imagecodecs.jpeg8_encode(slides.white(512, 512), level=50),)
+    across = 142  # 72,704 px: 324 x 324 tiles of 224 px, 104,976
+    tifffile.imwrite(
+        path,
+        (bytes(stored) for _ in range(across * across)),
+        shape=(across * 512, across * 512, 3),
+        dtype=np.uint8,
+        tile=(512, 512),
+        compression="jpeg",
+        photometric="ycbcr",
+        subsampling=(2, 2),
+        resolution=(20000, 20000),
+        resolutionunit="CENTIMETER",
+        metadata=None,
+    )
+    spec = TileSpec(size_px=224, mpp=0.5)
+    with Slide.open(path) as slide:
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        assert len(grid) > 100_000
+        reader = slide.tile_reader(spec)
+        blocks = reader.blocks(grid, np.arange(len(grid)))
+        held = []
+        # A thousand tiles from each tenth of the slide: were anything kept, it would add up.
+        tracemalloc.start()
+        for part in range(10):
+            for block in blocks[part * len(blocks) // 10 :][:30]:
+                reader.read_block([grid[int(index)] for index in block])
+            held.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert max(held) < 64 << 20
+    assert max(held[1:]) - min(held[1:]) < 16 << 20
