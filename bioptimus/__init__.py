@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bioptimus.inference.results import open_result
+    from bioptimus.view.drawing import draw
 
-__all__ = ["__version__", "open_result"]
+__all__ = ["__version__", "draw", "open_result"]
 
 # Name → module. Loaded when first used, so that `import bioptimus` stays light.
-_LAZY = {"open_result": "bioptimus.inference.results"}
+_LAZY = {
+    "draw": "bioptimus.view.drawing",
+    "open_result": "bioptimus.inference.results",
+}
 
 
 if not TYPE_CHECKING:

@@ -1,5 +1,7 @@
 """Pictures of a result file, drawn from real files and looked at by their pixels."""
 
+import io
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +14,12 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+import bioptimus
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.tiles import TileSpec
 from bioptimus.view import figures
 from bioptimus.view.colours import FAILED_COLOUR, hex_to_rgb
+from bioptimus.view.drawing import Drawing
 from bioptimus.view.figures import cosine_similarity, fit_cohort
 from bioptimus.view.page import PictureOptions
 from bioptimus.view.source import SlidePictures, SlideResult, open_source
@@ -318,3 +322,30 @@ def test_embeddings_are_read_in_bounded_blocks(
     sizes = [len(block) for block in open_source(result_file).feature_blocks()]
     assert max(sizes) == 50
     assert sum(sizes) == len(open_source(result_file))
+
+
+def test_a_drawing_shows_itself_in_a_notebook_and_saves(result_file: Path, tmp_path: Path) -> None:
+    result = bioptimus.open_result(result_file)
+    drawing = bioptimus.draw(result, "clusters", count=3, width_px=500)
+    with Image.open(io.BytesIO(drawing._repr_png_())) as shown:
+        assert shown.format == "PNG"
+        assert shown.width == 500
+    with Image.open(drawing.save(tmp_path / "a.png")) as saved:
+        assert saved.width == 500
+    assert isinstance(result.plot("overview", width_px=500), Drawing)
+
+
+def test_drawing_does_not_choose_a_backend_for_the_caller(result_file: Path) -> None:
+    code = (
+        "import sys, bioptimus; bioptimus.draw(sys.argv[1]); "
+        "print('matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(result_file)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_a_picture_that_there_is_not_names_those_there_are(result_file: Path) -> None:
+    with pytest.raises(UsageError, match="overview, embedding, prediction, clusters, nearest"):
+        bioptimus.draw(result_file, "umap")  # type: ignore[arg-type]

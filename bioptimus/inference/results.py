@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -328,6 +329,12 @@ class Result:
         if self.embedding_dim:
             data.obsm["X_embedding"] = self.features.astype(np.float32)
         return data
+
+    def plot(self, picture: str = "embedding", **options: Any) -> Any:
+        """Draw a picture, as :func:`bioptimus.draw` does; it shows itself in a notebook."""
+        # By name: pictures are made on a floor above this one.
+        draw = import_module("bioptimus.view.drawing").draw
+        return draw(self, picture, **options)
 
     def _spatial(self) -> dict[str, Any]:
         """What squidpy wants to know of the image under the tiles."""

@@ -210,13 +210,12 @@ def check_installed() -> None:
         UsageError: It is.
     """
     try:
-        import matplotlib as mpl
+        # Only the figure classes are used, never pyplot: no backend is chosen, no screen needed.
+        import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as exc:
         raise UsageError(
             "pictures need matplotlib; install it with: pip install 'bioptimus-wsi[view]'"
         ) from exc
-    # No screen is wanted, and none may be there.
-    mpl.use("agg")
 
 
 def _check_width(result: SlideResult, components: Components) -> None:
