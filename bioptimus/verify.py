@@ -73,7 +73,8 @@ def verify(
             files += 1
             try:
                 result = open_result(path)
-                problems = list(_problems(result, deep=deep))
+                with result.held_open():
+                    problems = list(_problems(result, deep=deep))
             except OutputError as exc:
                 problems = [_without_path(exc, path)]
             else:

@@ -84,6 +84,19 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
             file.attrs["note"] = "written"
 
 
+def test_many_reads_may_share_one_opening(tmp_path: Path) -> None:
+    result = open_result(make_result(tmp_path / "a.h5"))
+    with result.held_open() as held:
+        result.path.unlink()
+        assert held is result
+        assert held.read("coords", 0, 2).tolist() == [[0, 0], [448, 0]]
+        with result.held_open():
+            assert len(result.output_names) == 3
+        assert len(result.features) == 11
+    with pytest.raises(OutputError, match="No such file"):
+        result.read("coords")
+
+
 def test_arrays_are_read_once_and_parts_of_them_anew(tmp_path: Path) -> None:
     path = make_result(tmp_path / "a.h5")
     result = open_result(path)

@@ -69,21 +69,26 @@ def _values(result: Result, first: int, columns: list[int]) -> list[list[float]]
 
 
 def _tissue(result: Result, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    if result.tissue_mask is None:
+    mask = result.tissue_mask
+    if mask is None:
         return
-    islands = _islands(result.tissue_mask)
-    island_of_tile = _pixels(islands, result.centers / result.tissue_mask.downsample)
+    islands = _islands(mask)
+    of_tiles = _pixels(islands, result.centers / mask.downsample)
+    count = int(islands.max()) + 1
+    tiles = np.bincount(of_tiles, minlength=count)
+    sums = {name: np.bincount(of_tiles, result.prediction(name), count) for name in names}
     for number, rings in enumerate(tissue_polygons(result), start=1):
-        corner = min(map(tuple, (rings[0] / result.tissue_mask.downsample).round().tolist()))
-        inside = island_of_tile == _pixels(islands, np.array([corner]))
-        area = sum(_area(ring) * sign for ring, sign in zip(rings, _signs(rings), strict=True))
+        # The first of the leftmost corners is the upper left one of a pixel of the island.
+        corner = min(map(tuple, (rings[0] / mask.downsample).round().tolist()))
+        island = int(_pixels(islands, np.array([corner]))[0])
+        area = _area(rings[0]) - sum(map(_area, rings[1:]))
         measurements = {
             "area_um2": area * result.mpp[0] * result.mpp[1],
-            "tiles": int(inside.sum()),
+            "tiles": int(tiles[island]),
         }
-        if inside.any():
+        if tiles[island]:
             for name in names:
-                measurements[f"{name} mean"] = float(result.prediction(name)[inside].mean())
+                measurements[f"{name} mean"] = float(sums[name][island] / tiles[island])
         closed = [[*ring, ring[0]] for ring in (ring.tolist() for ring in rings)]
         feature = _feature(result, f"tissue {number}", closed, "annotation", measurements)
         feature["properties"] |= {
@@ -106,10 +111,6 @@ def _feature(
             "measurements": {name: float(f"{value:.7g}") for name, value in measurements.items()},
         },
     }
-
-
-def _signs(rings: list[npt.NDArray[np.float64]]) -> list[int]:
-    return [1, *[-1] * (len(rings) - 1)]
 
 
 def _area(ring: npt.NDArray[np.float64]) -> float:

@@ -21,7 +21,7 @@ def h5ad(result: Result, relative: PurePath, _: ConvertOptions) -> list[Piece]:
     return [
         Piece(
             path=relative.with_suffix(".h5ad"),
-            write=lambda path: result.to_anndata().write_h5ad(path, compression="gzip"),
+            write=lambda path: result.to_anndata().write_h5ad(path),
         )
     ]
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import h5py
 import numpy as np
@@ -76,6 +76,7 @@ class Result:
     def __init__(self, path: Path) -> None:
         """Use :func:`open_result`."""
         self.path = path
+        self._held: h5py.File | None = None
         with self._file() as file:
             self.attributes: Mapping[str, Any] = {
                 key: _plain(value) for key, value in file.attrs.items()
@@ -396,13 +397,24 @@ class Result:
         return f"<img alt='{escape(self.slide_name)}' src='data:image/png;base64,{text}'>"
 
     @contextmanager
+    def held_open(self) -> Iterator[Self]:
+        """Keep the file open within the block, where many reads follow each other."""
+        with self._file() as file:
+            before, self._held = self._held, file
+            try:
+                yield self
+            finally:
+                self._held = before
+
+    @contextmanager
     def _file(self) -> Iterator[h5py.File]:
         advice = "it may be truncated or not a result file; `bioptimus verify` tells more"
-        with (
-            output_errors(self.path, "cannot be read", advice=advice),
-            h5py.File(self.path, "r", locking=False) as file,
-        ):
-            yield file
+        with output_errors(self.path, "cannot be read", advice=advice):
+            if self._held is not None:
+                yield self._held
+                return
+            with h5py.File(self.path, "r", locking=False) as file:
+                yield file
 
     def _strings(self, name: str) -> tuple[str, ...]:
         with self._file() as file:
