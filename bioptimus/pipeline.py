@@ -1,1 +1,658 @@
-"""One slide: plan, read, ask the client, write; no threads of its own."""
+"""One slide from file to file: plan, read, ask the client, write.
+
+No threads of its own: `process_slide` runs an event loop on the calling thread, reads on the
+executor it is given, and hands tiles to the client's async API. What must not be lost is
+written as it arrives; whatever ends the slide early leaves a part file that a rerun resumes.
+"""
+
+import asyncio
+import hashlib
+import logging
+import math
+import platform
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bioptimus import __version__
+from bioptimus.errors import (
+    BioptimusError,
+    OutOfDeviceMemoryError,
+    RequestError,
+    SlideOpenError,
+    SlideReadError,
+    StoppedError,
+    _ForwardError,
+)
+from bioptimus.inference.schemas import ModelRequest, ModelResponse
+from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
+from bioptimus.io.wsi import OpenOptions, Slide, TileReader
+from bioptimus.models.clients.local import InProcessClient
+from bioptimus.models.types import InferenceMode
+from bioptimus.planning import PlanOptions, SlidePlan, plan_slide
+from bioptimus.runtime.archive import file_sha256
+
+log = logging.getLogger(__name__)
+
+SlideState = Literal["ok", "skipped", "empty", "failed", "stopped"]
+
+# Rows are made safe against power loss this often; a kill loses nothing that was written.
+_FLUSH_SECONDS = 5.0
+# Tiles under way per slide, in batches: one in the model, one waiting, one being read.
+_BATCHES_UNDER_WAY = 3
+# The 10 of "magnification = 10 / mpp": a 10x objective gives about 1 µm per pixel.
+_MAGNIFICATION_TIMES_MPP = 10.0
+_THUMBNAIL_PX = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlideOptions:
+    """How every slide of a run is processed.
+
+    Attributes:
+        mode: What the model is asked for.
+        opening: How slides are opened and their scale is found.
+        plan: Tile and tissue options.
+        dtype: Stored type of embeddings and predictions.
+        max_failed_tiles: Share of planned tiles that may fail before the slide does, 0..1.
+        overwrite: Replace a finished file that was made otherwise.
+    """
+
+    mode: InferenceMode = InferenceMode.EMBEDDING
+    opening: OpenOptions = field(default_factory=OpenOptions)
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    dtype: Literal["float32", "float16"] = "float32"
+    max_failed_tiles: float = 0.01
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlideJob:
+    """One slide to process and where its result goes.
+
+    Attributes:
+        path: The slide file.
+        output: Final name of the result.
+        name: What messages and the report call the slide.
+        read_path: Where to read the pixels from, when that is a staged copy.
+        mpp: µm/px that overrides the file's, for this slide.
+        mask: Tissue mask for this slide.
+        bulk_rna: Table of bulk RNA for models that read it.
+        extra: Further columns of the input table, carried into the report.
+        problem: Why the input cannot be a slide at all; it fails with these words.
+    """
+
+    path: Path
+    output: Path
+    name: str
+    read_path: Path | None = None
+    mpp: float | None = None
+    mask: Path | None = None
+    bulk_rna: Path | None = None
+    extra: Mapping[str, str] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass
+class Timings:
+    """Where a slide's time went, in seconds.
+
+    ``read`` is summed over reader threads and ``forward`` over batches, so they may exceed the
+    wall time; ``wait`` is the wall time in which no tile was being read for want of room.
+    """
+
+    open: float = 0.0
+    tissue: float = 0.0
+    read: float = 0.0
+    wait: float = 0.0
+    forward: float = 0.0
+    write: float = 0.0
+    total: float = 0.0
+
+    @contextmanager
+    def measure(self, what: str) -> Iterator[None]:
+        """Add the wall time of a block to one of the fields."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, what, getattr(self, what) + time.perf_counter() - start)
+
+
+@dataclass
+class SlideReport:
+    """What became of one slide.
+
+    Attributes:
+        slide: Path of the slide as given.
+        state: ``ok``, ``skipped`` (done already, or another job's), ``empty`` (no tissue),
+            ``failed``, or ``stopped`` (the run was told to stop; the part file resumes).
+        reason: Why, where the state is not ``ok``.
+        output: Path of the finished file, if there is one.
+        error: What ended the slide, for callers in Python; not part of the written report.
+    """
+
+    slide: str
+    state: SlideState = "failed"
+    reason: str = ""
+    output: str = ""
+    tiles_planned: int = 0
+    tiles_done: int = 0
+    tiles_failed: int = 0
+    tiles_resumed: int = 0
+    mpp: tuple[float, float] | None = None
+    mpp_source: str = ""
+    reader: str = ""
+    warnings: list[str] = field(default_factory=list)
+    seconds: Timings = field(default_factory=Timings)
+    batches: int = 0
+    fill_share: float = 0.0
+    extra: dict[str, str] = field(default_factory=dict)
+    error: Exception | None = None
+
+    @property
+    def tiles_per_second(self) -> float:
+        """Tiles computed in this run over the wall time of the slide."""
+        computed = self.tiles_done - self.tiles_resumed
+        return computed / self.seconds.total if self.seconds.total > 0 else 0.0
+
+
+class SlideListener(Protocol):
+    """Hears how a slide goes along; called from the slide's worker thread."""
+
+    def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None:
+        """The plan stands: so many tiles, of which some are in the part file already."""
+
+    def tiles_done(self, job: SlideJob, count: int) -> None:
+        """So many more tiles are written or given up."""
+
+    def note(self, job: SlideJob, message: str) -> None:
+        """Something a user should see once."""
+
+
+class StopSignal(Protocol):
+    """What tells a slide to stop."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether to stop reading."""
+
+
+def process_slide(
+    job: SlideJob,
+    *,
+    client: InProcessClient,
+    options: SlideOptions,
+    readers: Executor,
+    stop: StopSignal,
+    listener: SlideListener,
+) -> SlideReport:
+    """Embed or predict one slide and write its file.
+
+    Runs its own event loop on the calling thread until the slide has ended.
+
+    Args:
+        job: The slide and its output.
+        client: Shared by all slides; each slide gets a scheduler of its own from it.
+        options: Of the run.
+        readers: Threads that read tiles; shared by all slides.
+        stop: Once it says so, no more tiles are read; what is under way lands and is written.
+        listener: Hears the progress.
+
+    Returns:
+        What became of the slide. An error does not leave this function: it is the report's
+        ``error``, its text the ``reason``; the part file keeps what was computed.
+    """
+    report = SlideReport(slide=str(job.path), extra=dict(job.extra))
+    start = time.perf_counter()
+    try:
+        _process(job, report, client, options, readers, stop, listener)
+    except StoppedError as exc:
+        report.state, report.reason, report.error = "stopped", str(exc), exc
+    except BioptimusError as exc:
+        report.state, report.reason, report.error = "failed", error_text(exc), exc
+    except Exception as exc:
+        # The slide's edge: a fault nobody foresaw ends this slide, never the run.
+        log.exception("%s: unexpected error", job.name)
+        report.state, report.error = "failed", exc
+        report.reason = f"unexpected {type(exc).__name__}: {exc}; rerun with --verbose"
+    report.seconds.total = time.perf_counter() - start
+    return report
+
+
+def error_text(error: BaseException) -> str:
+    """The message of an error with its notes, on one line."""
+    return "; ".join([str(error), *getattr(error, "__notes__", [])]).replace("\n", " ")
+
+
+def _process(
+    job: SlideJob,
+    report: SlideReport,
+    client: InProcessClient,
+    options: SlideOptions,
+    readers: Executor,
+    stop: StopSignal,
+    listener: SlideListener,
+) -> None:
+    if job.problem is not None:
+        raise SlideOpenError(f"{job.name}: {job.problem}")
+    opening, planning = job_options(job, options)
+    spec = client.model.model_spec
+    with report.seconds.measure("open"):
+        slide = Slide.open(job.read_path or job.path, opening)
+    with slide:
+        report.mpp, report.mpp_source = slide.mpp, slide.resolution.source
+        report.reader = slide.reader
+        report.warnings.extend(slide.warnings)
+        parameters = digest_parameters(slide, client, options, planning, job)
+        digest = parameters_digest(parameters)
+        if not options.overwrite and _is_done(job, digest, parameters, report):
+            return
+        with report.seconds.measure("tissue"):
+            plan = plan_slide(slide, spec.tile, planning)
+        report.warnings.extend(plan.warnings)
+        report.tiles_planned = len(plan.kept)
+        file_plan = _file_plan(slide, plan, client, options, planning, job, digest, parameters)
+        with report.seconds.measure("write"):
+            writer = HDF5Writer.open(job.output, file_plan)
+        try:
+            if writer.started_anew_because:
+                listener.note(job, f"starting anew: {writer.started_anew_because}")
+            pending = writer.pending()
+            report.tiles_resumed = report.tiles_done = report.tiles_planned - len(pending)
+            listener.slide_planned(job, tiles=report.tiles_planned, resumed=report.tiles_resumed)
+            if len(pending):
+                work = _SlideWork(
+                    job=job,
+                    report=report,
+                    client=client,
+                    options=options,
+                    readers=readers,
+                    stop=stop,
+                    listener=listener,
+                    plan=plan,
+                    tiles=slide.tile_reader(plan.spec),
+                    writer=writer,
+                )
+                asyncio.run(work.run(pending))
+            state: Literal["ok", "empty"] = "ok" if report.tiles_planned else "empty"
+            with report.seconds.measure("write"):
+                writer.finish(state=state)
+        finally:
+            writer.close()
+        report.state = state
+        report.output = str(job.output)
+        if state == "empty":
+            report.reason = "; ".join(plan.warnings)
+
+
+def _is_done(job: SlideJob, digest: str, parameters: dict[str, Any], report: SlideReport) -> bool:
+    if check_existing(job.output, digest=digest, digest_parameters=parameters) is None:
+        return False
+    report.state, report.reason, report.output = "skipped", "done already", str(job.output)
+    return True
+
+
+def job_options(job: SlideJob, options: SlideOptions) -> tuple[OpenOptions, PlanOptions]:
+    """The run's options with what the input table says about one slide."""
+    opening, planning = options.opening, options.plan
+    if job.mpp is not None:
+        opening = replace(opening, mpp_override=job.mpp)
+    if job.mask is not None:
+        planning = replace(planning, tissue=str(job.mask))
+    return opening, planning
+
+
+def digest_parameters(
+    slide: Slide,
+    client: InProcessClient,
+    options: SlideOptions,
+    planning: PlanOptions,
+    job: SlideJob,
+) -> dict[str, Any]:
+    """What a result file depends on: two runs that agree here make the same file.
+
+    The slide counts by content (size and quickhash), not by path or date. The reader does not
+    count, since readers must not differ in a pixel.
+
+    Returns:
+        JSON-ready values with names that a message can show.
+    """
+    tile = planning.applied_to(client.model.model_spec.tile)
+    mask_given = planning.tissue not in ("auto", "none")
+    # A mask counts by its content, not by its path.
+    tissue = "mask" if mask_given else planning.tissue
+    return {
+        "slide size (bytes)": slide.size_bytes,
+        "slide quickhash": slide.quickhash,
+        "mpp": [round(value, 6) for value in slide.mpp],
+        "model": client.model.model_name,
+        "model sha256": client.model.checkpoint_sha256,
+        "mode": str(options.mode),
+        "tile size (px)": tile.size_px,
+        "tile mpp": tile.mpp,
+        "overlap (px)": tile.overlap_px,
+        "min tissue": planning.min_tissue,
+        "tissue": tissue,
+        "tissue mask sha256": file_sha256(Path(planning.tissue)) if mask_given else "",
+        "keep pen": planning.keep_pen,
+        "bulk RNA sha256": file_sha256(job.bulk_rna) if job.bulk_rna else "",
+        "icc": options.opening.icc,
+        "dtype": options.dtype,
+    }
+
+
+def parameters_digest(parameters: Mapping[str, Any]) -> str:
+    """SHA-256 over the parameters, whatever their order."""
+    import orjson
+
+    return hashlib.sha256(orjson.dumps(dict(parameters), option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _file_plan(
+    slide: Slide,
+    plan: SlidePlan,
+    client: InProcessClient,
+    options: SlideOptions,
+    planning: PlanOptions,
+    job: SlideJob,
+    digest: str,
+    parameters: dict[str, Any],
+) -> FilePlan:
+    spec = client.model.model_spec
+    mode = options.mode
+    thumbnail = slide.thumbnail(_THUMBNAIL_PX)
+    tile = plan.spec
+    return FilePlan(
+        coords=plan.coords,
+        tissue_ratios=plan.tissue_ratios,
+        embedding_dim=spec.embedding_dim if mode.wants_embedding else 0,
+        prediction_dim=spec.prediction_dim if mode.wants_prediction else 0,
+        dtype=options.dtype,
+        output_names=spec.output_names if mode.wants_prediction else (),
+        input_gene_names=spec.input_genes,
+        attributes={
+            "slide_path": str(job.path.absolute()),
+            "slide_name": slide.name,
+            "slide_size_bytes": slide.size_bytes,
+            "slide_vendor": slide.vendor,
+            "slide_quickhash": slide.quickhash,
+            "slide_width": slide.dimensions[0],
+            "slide_height": slide.dimensions[1],
+            "slide_has_icc": slide.has_icc,
+            "icc": options.opening.icc,
+            "mpp_x": slide.mpp[0],
+            "mpp_y": slide.mpp[1],
+            "mpp_source": slide.resolution.source,
+            "objective_power": slide.objective_power or 0.0,
+            "reader": slide.reader,
+            "model_name": client.model.model_name,
+            "model_sha256": client.model.checkpoint_sha256,
+            # Names stand in their own datasets: an HDF5 attribute holds at most 64 KiB.
+            "model_spec": spec.with_(output_names=(), input_genes=()).to_dict(),
+            "mode": str(mode),
+            "tile_size_px": tile.size_px,
+            "tile_mpp": tile.mpp,
+            "overlap_px": tile.overlap_px,
+            "min_tissue": planning.min_tissue,
+            "tissue_method": plan.mask.method,
+            "warnings": [*slide.warnings, *plan.warnings],
+            "versions": library_versions(),
+        },
+        coords_attributes={
+            "patch_size": tile.size_px,
+            "patch_size_level0": round(plan.grid.tile_level0[0]),
+            "level0_magnification": _MAGNIFICATION_TIMES_MPP / slide.mpp[0],
+            "target_magnification": _MAGNIFICATION_TIMES_MPP / tile.mpp,
+            "overlap": tile.overlap_px,
+            "name": job.output.stem,
+            "savetodir": str(job.output.parent.absolute()),
+            "level0_width": slide.dimensions[0],
+            "level0_height": slide.dimensions[1],
+        },
+        thumbnail=thumbnail.pixels,
+        thumbnail_downsample=thumbnail.downsample,
+        tissue_mask=plan.mask.mask.astype(np.uint8),
+        tissue_mask_downsample=plan.mask.downsample,
+        digest=digest,
+        digest_parameters=parameters,
+    )
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what shapes a result, for the file and the report."""
+    names = ("torch", "openslide-python", "openslide-bin", "tifffile", "imagecodecs", "numpy")
+    found = {"bioptimus-wsi": __version__, "python": platform.python_version()}
+    for name in (*names, "opencv-python-headless", "h5py"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+@dataclass
+class _SlideWork:
+    """The reading, asking and writing of one slide, on one event loop.
+
+    Some lanes run side by side. Each takes a block of tiles, has it read on a reader thread,
+    asks the client for every tile of it and writes the answers, then takes the next: so the
+    tiles under way are bounded by the lanes, and the model gets its next batch while blocks
+    are being read. Only the loop's thread touches the writer.
+    """
+
+    job: SlideJob
+    report: SlideReport
+    client: InProcessClient
+    options: SlideOptions
+    readers: Executor
+    stop: StopSignal
+    listener: SlideListener
+    plan: SlidePlan
+    tiles: TileReader
+    writer: HDF5Writer
+    bulk_rna: npt.NDArray[np.float32] | None = None
+    _flushed_at: float = field(default_factory=time.monotonic)
+    _reading: set[Future[list[npt.NDArray[np.uint8] | SlideReadError]]] = field(default_factory=set)
+
+    async def run(self, pending: npt.NDArray[np.int64]) -> None:
+        """Process the rows that the part file lacks.
+
+        Raises:
+            StoppedError: The stop signal came; what was under way is written.
+        """
+        kept = self.plan.kept[pending]
+        blocks = [pending[block] for block in self.tiles.blocks(self.plan.grid, kept)]
+        queue = iter(blocks)
+        lanes = self._lane_count(blocks)
+        busy = lanes
+
+        async def lane() -> None:
+            nonlocal busy
+            for rows in queue:
+                if self.stop.stopped:
+                    break
+                await self._block(rows)
+            busy -= 1
+            # The last tiles are on their way: a part-filled batch need not wait for more.
+            self.client.flush()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(lanes):
+                    group.create_task(lane())
+        except BaseExceptionGroup as failures:
+            # The first failure ended the others; it is the one to tell.
+            raise _first_cause(failures) from None
+        finally:
+            # A lane that was cancelled leaves its reader thread at work on the open slide.
+            wait(self._reading)
+            statistics = self.client.batch_statistics(asyncio.get_running_loop())
+            self.report.batches = statistics.batches
+            self.report.fill_share = statistics.fill
+            self.report.seconds.forward = statistics.forward_seconds
+            with self.report.seconds.measure("write"):
+                self.writer.flush()
+        if self.stop.stopped and len(self.writer.pending()):
+            raise StoppedError(f"{self.job.name}: stopped; run the same command again to go on")
+
+    def _lane_count(self, blocks: list[npt.NDArray[np.int64]]) -> int:
+        mean_block = max(1, sum(map(len, blocks)) // max(1, len(blocks)))
+        wanted = math.ceil(_BATCHES_UNDER_WAY * self.client.max_batch_size / mean_block) + 1
+        return max(1, min(wanted, len(blocks)))
+
+    async def _block(self, rows: npt.NDArray[np.int64]) -> None:
+        reading = self.readers.submit(self._read, rows)
+        self._reading.add(reading)
+        pixels = await asyncio.wrap_future(reading)
+        self._reading.discard(reading)
+        requests: dict[int, ModelRequest] = {}
+        for row, tile in zip(rows.tolist(), pixels, strict=True):
+            if isinstance(tile, SlideReadError):
+                self._fail(row, "read", tile)
+            else:
+                requests[row] = self._request(row, tile)
+        responses = await self._ask(requests)
+        self._write(responses)
+        self.listener.tiles_done(self.job, len(rows))
+        if time.monotonic() - self._flushed_at > _FLUSH_SECONDS:
+            with self.report.seconds.measure("write"):
+                self.writer.flush()
+            self._flushed_at = time.monotonic()
+
+    def _read(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.uint8] | SlideReadError]:
+        """On a reader thread."""
+        grid, kept = self.plan.grid, self.plan.kept
+        start = time.perf_counter()
+        block = self.tiles.read_block([grid[int(kept[row])] for row in rows])
+        # A float sum raced by two readers could lose a step of a statistic, nothing else.
+        self.report.seconds.read += time.perf_counter() - start
+        return block
+
+    def _request(self, row: int, tile: npt.NDArray[np.uint8]) -> ModelRequest:
+        x, y = self.plan.coords[row]
+        return ModelRequest.from_pixels(
+            tile,
+            slide_name=self.job.name,
+            x=int(x),
+            y=int(y),
+            tissue_ratio=float(self.plan.tissue_ratios[row]),
+            patch_idx=row,
+            resolution=self.plan.spec.mpp,
+            bulk_rna=self.bulk_rna,
+        )
+
+    async def _ask(self, requests: dict[int, ModelRequest]) -> dict[int, ModelResponse]:
+        """Every answer that could be had; a batch that failed is asked once more."""
+        answers: dict[int, ModelResponse] = {}
+        retried = False
+        while requests:
+            batch_size = self.client.max_batch_size
+            results = await asyncio.gather(
+                *map(self._call, requests.values()), return_exceptions=True
+            )
+            again: dict[int, ModelRequest] = {}
+            failure: BaseException | None = None
+            for (row, request), result in zip(requests.items(), results, strict=True):
+                if isinstance(result, ModelResponse):
+                    answers[row] = result
+                elif isinstance(result, RequestError):
+                    self._fail(row, "model", result)
+                elif isinstance(result, _ForwardError):
+                    again[row], failure = request, result
+                else:
+                    raise result
+            if isinstance(failure, OutOfDeviceMemoryError):
+                self._halve_batch(batch_size, failure)
+            elif failure is not None and retried:
+                raise failure
+            elif failure is not None:
+                retried = True
+                log.warning("%s: %s; asking once more", self.job.name, failure)
+            requests = again
+        return answers
+
+    def _call(self, request: ModelRequest) -> Awaitable[ModelResponse]:
+        return _METHODS[self.options.mode](self.client, request)
+
+    def _halve_batch(self, failed_size: int, failure: OutOfDeviceMemoryError) -> None:
+        """Go on with half the batch that did not fit, for every slide of the run.
+
+        Several lanes and slides learn of one full device: only the first of them halves.
+
+        Raises:
+            OutOfDeviceMemoryError: A single tile does not fit.
+        """
+        if self.client.max_batch_size < failed_size:
+            return
+        if failed_size <= 1:
+            raise failure
+        self.client.max_batch_size = failed_size // 2
+        self.listener.note(
+            self.job, f"out of memory on the device; going on with batches of {failed_size // 2}"
+        )
+
+    def _write(self, responses: dict[int, ModelResponse]) -> None:
+        mode = self.options.mode
+        rows: list[int] = []
+        embeddings: list[npt.NDArray[np.float32]] = []
+        predictions: list[npt.NDArray[np.float32]] = []
+        for row, response in responses.items():
+            embedding = response.output if mode is InferenceMode.EMBEDDING else response.embedding
+            prediction = response.output if mode.wants_prediction else None
+            if not response.finite:
+                self._fail(row, "model", "the output holds NaN or infinite values")
+                continue
+            rows.append(row)
+            if embedding is not None:
+                embeddings.append(embedding)
+            if prediction is not None:
+                predictions.append(prediction)
+        if not rows:
+            return
+        with self.report.seconds.measure("write"):
+            self.writer.write_rows(
+                np.array(rows, np.int64),
+                embeddings=np.stack(embeddings) if embeddings else None,
+                predictions=np.stack(predictions) if predictions else None,
+            )
+        self.report.tiles_done += len(rows)
+
+    def _fail(self, row: int, stage: str, reason: object) -> None:
+        """Record one tile as failed; too many of them fail the slide.
+
+        Raises:
+            SlideReadError: More than the allowed share of the planned tiles failed.
+        """
+        x, y = self.plan.coords[row]
+        log.warning("%s: tile at (%d, %d) failed in %s: %s", self.job.name, x, y, stage, reason)
+        self.writer.fail_tile(row, stage=stage, reason=str(reason))
+        self.report.tiles_failed += 1
+        planned, failed = self.report.tiles_planned, self.report.tiles_failed
+        if failed > self.options.max_failed_tiles * planned:
+            raise SlideReadError(
+                f"{self.job.name}: {failed} of {planned} tiles failed, more than "
+                f"--max-failed-tiles {self.options.max_failed_tiles:g} allows; the last: {reason}"
+            )
+
+
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first_cause(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+_METHODS: dict[
+    InferenceMode, Callable[[InProcessClient, ModelRequest], Awaitable[ModelResponse]]
+] = {
+    InferenceMode.EMBEDDING: InProcessClient.embed_async,
+    InferenceMode.PREDICTION: InProcessClient.predict_async,
+    InferenceMode.PREDICTION_WITH_EMBEDDING: InProcessClient.predict_with_embedding_async,
+}

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
-from cli import convert, doctor, info, verify, view
+from cli import convert, doctor, embed, info, predict, report, verify, view
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -22,6 +22,11 @@ app = typer.Typer(
         "auto_envvar_prefix": "BIOPTIMUS",
     },
 )
+
+
+app.command("embed")(embed.embed)
+app.command("predict")(predict.predict)
+app.command("report")(report.report)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,205 @@
+"""Several devices on one machine: one process each, by the rules of several machines.
+
+Every process gets the whole list of slides; claims deal them out as they come, so a fast device
+takes more of them. The parent relays what the processes report and sums it up.
+"""
+
+import multiprocessing
+import os
+import queue
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from bioptimus.batch.inputs import write_list
+from bioptimus.batch.report import RUNS_FOLDER, is_left_to_another_job, merge_reports
+from bioptimus.batch.run import RunConfig, RunListener, RunResult, list_work, run
+from bioptimus.batch.signals import StopFlag
+from bioptimus.errors import BioptimusError, UsageError
+from bioptimus.pipeline import SlideJob, SlideReport, StopSignal
+from bioptimus.runtime.runners import available_cores
+
+_POLL_SECONDS = 0.2
+
+
+def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal) -> RunResult:
+    """Run with one process for each device named in ``config.device``, commas between.
+
+    Args:
+        config: What to do; ``workers`` and ``readers`` count for each process.
+        listener: Hears the progress of all processes, on the calling thread.
+        stop: Once it says so, the processes are told to stop and end as one process would.
+
+    Returns:
+        One report per slide, whichever process took it.
+
+    Raises:
+        UsageError: No device is named, or the inputs or options make no sense.
+        BioptimusError: As `run`, from the first process that could not start.
+    """
+    devices = [name.strip() for name in config.device.split(",") if name.strip()]
+    if not devices:
+        raise UsageError(f"--device {config.device!r} names no device")
+    work = list_work(config)
+    with tempfile.TemporaryDirectory(prefix="bioptimus-") as folder:
+        # Written down once: standard input can be read once, and folders need no second search.
+        slides = Path(folder) / "slides.csv"
+        write_list(slides, work.slides)
+        share = max(1, available_cores() // len(devices))
+        each = replace(
+            config,
+            inputs=(str(slides),),
+            shard=None,
+            workers=config.workers or share,
+            readers=config.readers or share,
+            threads=config.threads or (1 if set(devices) == {"cpu"} else None),
+        )
+        collected, dead = _run_processes(each, devices, len(work.jobs), listener, stop)
+    if collected.error is not None and not collected.reports:
+        raise collected.error
+    return RunResult(
+        reports=tuple(merge_reports(collected.reports, work.jobs, dead=dead)),
+        skipped=work.skipped,
+        run_file=config.out / RUNS_FOLDER,
+    )
+
+
+def _run_processes(
+    config: RunConfig,
+    devices: Sequence[str],
+    slides: int,
+    listener: RunListener,
+    stop: StopSignal,
+) -> tuple["_Collected", list[str]]:
+    """Start, hear and join the processes; what they said, and which of them died."""
+    context = multiprocessing.get_context("spawn")
+    events: Any = context.Queue()
+    processes = [
+        context.Process(
+            target=_run_one,
+            args=(replace(config, device=device), events),
+            name=f"bioptimus {device}",
+        )
+        for device in devices
+    ]
+    collected = _Collected(listener, slides)
+    try:
+        for process in processes:
+            process.start()
+        _relay(processes, events, collected, stop)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+            process.join()
+    return collected, [
+        f"the process for {device} ended with exit code {process.exitcode}"
+        for device, process in zip(devices, processes, strict=True)
+        if process.exitcode != 0
+    ]
+
+
+class _Collected:
+    """What the processes have said so far; used on the parent's thread only."""
+
+    def __init__(self, listener: RunListener, slides: int) -> None:
+        self._listener = listener
+        self._slides = slides
+        self._started: list[str] = []
+        self.reports: list[SlideReport] = []
+        self.error: BioptimusError | None = None
+
+    def take(self, event: str, arguments: dict[str, Any]) -> None:
+        if event == "error":
+            self.error = self.error or arguments["error"]
+        elif event == "loading":
+            if not self._started:
+                self._listener.loading(**arguments)
+        elif event == "run_started":
+            self._started.append(arguments["device"])
+            if len(self._started) == 1:
+                self._listener.run_started(self._slides, device=arguments["device"])
+        elif event == "slide_ended":
+            report: SlideReport = arguments["report"]
+            self.reports.append(report)
+            if not is_left_to_another_job(report.state, report.output):
+                self._listener.slide_ended(**arguments)
+        else:
+            getattr(self._listener, event)(**arguments)
+
+
+def _relay(
+    processes: Iterable[SpawnProcess], events: Any, collected: _Collected, stop: StopSignal
+) -> None:
+    """Pass events on until every process has ended and its last event is read."""
+    told = False
+    while True:
+        alive = [process for process in processes if process.is_alive()]
+        if stop.stopped and not told:
+            told = True
+            for process in alive:
+                process.terminate()
+        try:
+            while True:
+                collected.take(*events.get(timeout=_POLL_SECONDS if alive else 0.0))
+        except queue.Empty:
+            if not alive:
+                return
+
+
+class _QueueListener:
+    """Sends what a process's run says to the parent."""
+
+    def __init__(self, events: Any) -> None:
+        self._events = events
+
+    def loading(self, model: str) -> None:
+        self._events.put(("loading", {"model": model}))
+
+    def run_started(self, slides: int, *, device: str) -> None:
+        self._events.put(("run_started", {"device": device}))
+
+    def slide_started(self, job: SlideJob) -> None:
+        self._events.put(("slide_started", {"job": job}))
+
+    def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None:
+        self._events.put(("slide_planned", {"job": job, "tiles": tiles, "resumed": resumed}))
+
+    def tiles_done(self, job: SlideJob, count: int) -> None:
+        self._events.put(("tiles_done", {"job": job, "count": count}))
+
+    def note(self, job: SlideJob, message: str) -> None:
+        self._events.put(("note", {"job": job, "message": message}))
+
+    def slide_ended(self, job: SlideJob, report: SlideReport) -> None:
+        self._events.put(("slide_ended", {"job": job, "report": replace(report, error=None)}))
+
+
+def _run_one(config: RunConfig, events: Any) -> None:
+    """In a process of its own: run on one device."""
+    # A Ctrl-C at the terminal goes to the parent alone, which tells each process once: a second
+    # signal would mean "at once".
+    os.setpgid(0, 0)
+    with StopFlag() as flag:
+        try:
+            run(config, listener=_QueueListener(events), stop=_OrOrphaned(flag))
+        except BioptimusError as exc:
+            events.put(("error", {"error": exc}))
+    events.close()
+    # What was put must be sent before the process ends.
+    events.join_thread()
+
+
+class _OrOrphaned:
+    """A stop signal that is also set when the parent process is gone."""
+
+    def __init__(self, flag: StopSignal) -> None:
+        self._flag = flag
+        self._parent = multiprocessing.parent_process()
+
+    @property
+    def stopped(self) -> bool:
+        return self._flag.stopped or (self._parent is not None and not self._parent.is_alive())

@@ -1,0 +1,210 @@
+"""The run's report: one JSON line a slide, appended as slides end, and the sum over runs.
+
+``<out>/runs/<id>.json`` starts with a line about the run (``"kind": "run"``) and one with its
+inputs (``"kind": "inputs"``); a line for each slide follows (``"kind": "slide"``). Each line is
+one `write` on a file opened for appending, so a killed run leaves whole lines, and jobs that
+share a folder write files of their own.
+"""
+
+import datetime
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from bioptimus.batch.jobs import job_id
+from bioptimus.errors import OutputError
+from bioptimus.pipeline import SlideJob, SlideReport, SlideState
+
+RUNS_FOLDER = "runs"
+
+# Which of several accounts of one slide counts: the best news, since a later rerun that failed
+# does not undo a finished file.
+_BEST_FIRST: tuple[SlideState, ...] = ("ok", "empty", "skipped", "stopped", "failed")
+
+
+def slide_record(report: SlideReport) -> dict[str, Any]:
+    """A slide's report as plain JSON-ready values."""
+    # asdict copies deeply, and an exception holds frames that cannot be copied.
+    record = asdict(replace(report, error=None))
+    del record["error"]
+    record["seconds"] = {key: round(value, 4) for key, value in record["seconds"].items()}
+    record["tiles_per_second"] = round(report.tiles_per_second, 2)
+    record["fill_share"] = round(report.fill_share, 4)
+    return record
+
+
+def is_left_to_another_job(state: str, output: str) -> bool:
+    """Whether a job passed a slide over for another's claim: only that other one accounts for it.
+
+    A slide that is skipped because it is done has an output; one that another job holds has none.
+    """
+    return state == "skipped" and not output
+
+
+def merge_reports(
+    reports: Iterable[SlideReport], jobs: Sequence[SlideJob], *, dead: Sequence[str]
+) -> list[SlideReport]:
+    """One report per job out of those of several processes.
+
+    Args:
+        reports: In any order; several about one slide where processes met it in turn.
+        jobs: Every slide of the run.
+        dead: What ended early, for slides that nobody accounted for.
+    """
+    best: dict[str, SlideReport] = {}
+    for report in reports:
+        before = best.get(report.slide)
+        if before is None or _preference(report) < _preference(before):
+            best[report.slide] = report
+    for job in jobs:
+        found = best.get(str(job.path))
+        if found is None or (dead and is_left_to_another_job(found.state, found.output)):
+            reason = "; ".join(dead) or "no process accounted for it"
+            best[str(job.path)] = SlideReport(
+                slide=str(job.path), reason=f"{reason}; run the same command again"
+            )
+    return [best[str(job.path)] for job in jobs]
+
+
+def _preference(report: SlideReport) -> int:
+    if is_left_to_another_job(report.state, report.output):
+        return len(_BEST_FIRST)
+    return _BEST_FIRST.index(report.state)
+
+
+class RunFile:
+    """Appends one run's records to ``<out>/runs/<id>.json``.
+
+    Owner: the run that made it; `add` may be called from any of its threads.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        command: Sequence[str],
+        parameters: dict[str, Any],
+        inputs: Iterable[str],
+        skipped: Iterable[tuple[str, str]],
+        versions: dict[str, str],
+    ) -> None:
+        """Create the file and write what is known before the first slide.
+
+        Raises:
+            OutputError: The folder cannot be made or written.
+        """
+        started = datetime.datetime.now(datetime.UTC)
+        self.host, self.job = platform.node(), job_id() or ""
+        stamp = started.strftime("%Y%m%dT%H%M%S%f")
+        self.run_id = f"{stamp}-{self.host}-{os.getpid()}"
+        self.path = out / RUNS_FOLDER / f"{self.run_id}.json"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as exc:
+            raise OutputError(
+                f"{self.path}: cannot be written ({exc.strerror}); choose another --out"
+            ) from exc
+        self._append(
+            {
+                "kind": "run",
+                "run": self.run_id,
+                "command": list(command),
+                "started": started.isoformat(),
+                "host": self.host,
+                "job": self.job,
+                "parameters": parameters,
+                "versions": versions,
+            }
+        )
+        self._append(
+            {
+                "kind": "inputs",
+                "slides": list(inputs),
+                "skipped": [{"path": path, "reason": reason} for path, reason in skipped],
+            }
+        )
+
+    def add(self, report: SlideReport) -> None:
+        """Append one slide's record.
+
+        Raises:
+            OutputError: The file system refused.
+        """
+        self._append({"kind": "slide", **slide_record(report), "host": self.host, "job": self.job})
+
+    def _append(self, record: dict[str, Any]) -> None:
+        try:
+            os.write(self._file, orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        except OSError as exc:
+            raise OutputError(f"{self.path}: {exc.strerror}") from exc
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+@dataclass
+class RunsSummary:
+    """What all runs below an output folder say together.
+
+    Attributes:
+        slides: Best record of each slide, by its path.
+        missing: Slides that a run was given and none accounted for.
+        skipped: Files below the inputs that no run took, with the reason.
+        runs: First lines of the run files.
+    """
+
+    slides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_runs(out: Path) -> RunsSummary:
+    """Sum up every run file below an output folder.
+
+    A line that a killed process cut short is passed over. Of several accounts of one slide the
+    best counts, since a later failure does not undo a finished file.
+
+    Raises:
+        OutputError: The folder holds no run files.
+    """
+    paths = sorted((out / RUNS_FOLDER).glob("*.json"))
+    if not paths:
+        raise OutputError(f"{out}: no {RUNS_FOLDER}/*.json here; is this an --out folder?")
+    summary = RunsSummary()
+    planned: dict[str, None] = {}
+    for path in paths:
+        for line in path.read_bytes().splitlines():
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            _merge(summary, planned, record)
+    summary.missing = [slide for slide in planned if slide not in summary.slides]
+    return summary
+
+
+def _merge(summary: RunsSummary, planned: dict[str, None], record: dict[str, Any]) -> None:
+    kind = record.get("kind")
+    if kind == "run":
+        summary.runs.append(record)
+    elif kind == "inputs":
+        planned.update(dict.fromkeys(record["slides"]))
+        summary.skipped.update((each["path"], each["reason"]) for each in record["skipped"])
+    elif kind == "slide" and not is_left_to_another_job(record["state"], record["output"]):
+        before = summary.slides.get(record["slide"])
+        if before is None or _rank(record) <= _rank(before):
+            summary.slides[record["slide"]] = record
+
+
+def _rank(record: dict[str, Any]) -> int:
+    return _BEST_FIRST.index(record["state"])

@@ -1,0 +1,405 @@
+"""Many slides on one model: worker threads, claims, staging, the report.
+
+One worker thread per slide under way, each with its own event loop and scheduler (inside
+`process_slide`), on one shared client and one shared pool of reader threads, so that the model
+never waits for one slide to open or end. A slide that fails ends alone.
+"""
+
+import contextlib
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from bioptimus.batch.claims import Claim
+from bioptimus.batch.inputs import SlideInput, find_inputs, output_path
+from bioptimus.batch.report import RunFile
+from bioptimus.batch.shards import parse_shard, share
+from bioptimus.batch.stage import Stager
+from bioptimus.batch.threads import plan_threads
+from bioptimus.errors import BioptimusError, OutputError, UsageError
+from bioptimus.models.clients.local import InProcessClient
+from bioptimus.models.types import InferenceMode, ModelSpec
+from bioptimus.pipeline import (
+    SlideJob,
+    SlideListener,
+    SlideOptions,
+    SlideReport,
+    SlideState,
+    StopSignal,
+    error_text,
+    library_versions,
+    process_slide,
+)
+from bioptimus.runtime.loader import (
+    ModelChoice,
+    build_server_model,
+    prepare_environment,
+    resolve_model,
+    wanted_device,
+)
+
+log = logging.getLogger(__name__)
+
+# How long the main thread waits for a worker before it looks for signals again.
+_JOIN_SECONDS = 0.2
+# Larger batches buy nothing on a CPU and wait longer to fill.
+_BATCH_ON_CPU, _BATCH_ON_ACCELERATOR = 16, 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run is told.
+
+    Attributes:
+        inputs: Slides, folders, globs, CSV tables, or ``-`` for a list on standard input.
+        out: Folder for results; each goes to ``<out>/<model>/<folders>/<stem>.h5``.
+        model: Registry key, or path of a self-describing ``.pt2``.
+        checkpoint: ``.pt2`` for a registry key whose weights are the user's.
+        sha256: Digest that the checkpoint must have.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        batch_size: Most tiles in one forward pass; None: 48 on an accelerator, 16 on a CPU.
+        max_wait_ms: How long a part-filled batch waits, from the arrival of its oldest tile.
+        workers: Slides under way at once; None: chosen from the cores.
+        readers: Threads that read tiles, shared by all slides; None: chosen from the cores.
+        threads: Threads inside one forward pass on a CPU; None: chosen.
+        shard: ``i/n``, ``auto``, or None for every slide.
+        stage: Folder on fast storage to copy slides to before reading.
+        stage_gb: Most gigabytes staged at once.
+        fail_fast: Stop at the first failed slide.
+        bulk_rna: Table of TPM values for every slide that the inputs name none for.
+        gene_column: Its column of gene names.
+        value_column: Its column of TPM values.
+        slide: How each slide is processed.
+        command: Words of the command line, for the report.
+    """
+
+    inputs: tuple[str, ...]
+    out: Path
+    model: str = "lite0"
+    checkpoint: Path | None = None
+    sha256: str | None = None
+    device: str = "auto"
+    batch_size: int | None = None
+    max_wait_ms: float = 30.0
+    workers: int | None = None
+    readers: int | None = None
+    threads: int | None = None
+    shard: str | None = None
+    stage: Path | None = None
+    stage_gb: float = 100.0
+    fail_fast: bool = False
+    bulk_rna: Path | None = None
+    gene_column: str | None = None
+    value_column: str | None = None
+    slide: SlideOptions = field(default_factory=SlideOptions)
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        reports: One per input of this run's share, in the order given.
+        skipped: (path, reason) of files below the inputs that are not slides.
+        run_file: The JSON report.
+    """
+
+    reports: tuple[SlideReport, ...]
+    skipped: tuple[tuple[str, str], ...]
+    run_file: Path
+
+    @property
+    def failed(self) -> bool:
+        """Whether any slide failed."""
+        return any(report.state == "failed" for report in self.reports)
+
+
+class RunListener(SlideListener, Protocol):
+    """Hears how a run goes along; called from any thread."""
+
+    def loading(self, model: str) -> None:
+        """The model is about to be loaded."""
+
+    def run_started(self, slides: int, *, device: str) -> None:
+        """The model is loaded; so many slides are to do."""
+
+    def slide_started(self, job: SlideJob) -> None:
+        """A worker takes up a slide."""
+
+    def slide_ended(self, job: SlideJob, report: SlideReport) -> None:
+        """A slide ended, one way or another."""
+
+
+def run(config: RunConfig, *, listener: RunListener, stop: StopSignal) -> RunResult:
+    """Process every slide of the inputs, or this job's share of them.
+
+    Args:
+        config: What to do.
+        listener: Hears the progress.
+        stop: Once it says so, running slides flush what they have and end as ``stopped``.
+
+    Returns:
+        A report for each slide; an error of one slide is in its report, not raised.
+
+    Raises:
+        UsageError: The inputs or options make no sense, or two results would share a name.
+        CheckpointError: The model cannot be loaded.
+        OutputError: The output folder cannot be written.
+    """
+    work = list_work(config)
+    run_file = RunFile(
+        config.out,
+        command=config.command,
+        parameters=_parameters(config),
+        inputs=[str(job.path) for job in work.jobs],
+        skipped=work.skipped,
+        versions=library_versions(),
+    )
+    with contextlib.closing(run_file):
+        reports = _run_jobs(work, config, run_file, listener, stop) if work.jobs else []
+    return RunResult(
+        reports=tuple(reports),
+        skipped=work.skipped,
+        run_file=run_file.path,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a run has to do.
+
+    Attributes:
+        model: The model, described but not loaded.
+        slides: The slides of this run's share, as the inputs name them.
+        jobs: The same slides, with where their results go.
+        skipped: (path, reason) of files below the inputs that are not slides.
+    """
+
+    model: ModelChoice
+    slides: tuple[SlideInput, ...]
+    jobs: tuple[SlideJob, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+
+def list_work(config: RunConfig) -> Work:
+    """Find the model's description and the slides of this run's share.
+
+    Raises:
+        UsageError: The inputs or options make no sense, or two results would share a name.
+        CheckpointError: The model's file is missing, damaged or foreign.
+    """
+    choice = resolve_model(config.model, config.checkpoint, sha256=config.sha256)
+    _check_mode(choice.spec, config.slide.mode)
+    config.slide.plan.applied_to(choice.spec.tile)
+    inputs = find_inputs(config.inputs, exclude=(config.out,))
+    slides = inputs.slides
+    if config.shard is not None:
+        slides = share(slides, parse_shard(config.shard))
+    return Work(
+        model=choice,
+        slides=slides,
+        jobs=tuple(_job(each, config, choice.spec) for each in slides),
+        skipped=tuple((str(path), reason) for path, reason in inputs.skipped),
+    )
+
+
+def _check_mode(spec: ModelSpec, mode: InferenceMode) -> None:
+    if spec.output_kind == "mask":
+        raise UsageError(f"{spec.name}: makes tissue masks; pass it as --tissue instead")
+    if not spec.supports(mode):
+        made = "embeddings" if spec.makes_embedding else "predictions"
+        raise UsageError(f"{spec.name}: makes {made} only; choose another --model or command")
+
+
+def _job(each: SlideInput, config: RunConfig, spec: ModelSpec) -> SlideJob:
+    return SlideJob(
+        path=each.path,
+        output=output_path(config.out, spec.name, each),
+        name=str(each.relative),
+        mpp=each.mpp,
+        mask=each.mask,
+        bulk_rna=each.bulk_rna or config.bulk_rna,
+        extra=each.extra,
+        problem=each.problem,
+    )
+
+
+def _parameters(config: RunConfig) -> dict[str, object]:
+    """What the report says of the options: plain values only."""
+    shown = asdict(config)
+    del shown["inputs"], shown["command"]
+    return {key: str(value) if isinstance(value, Path) else value for key, value in shown.items()}
+
+
+def _run_jobs(
+    work: Work,
+    config: RunConfig,
+    run_file: RunFile,
+    listener: RunListener,
+    stop: StopSignal,
+) -> list[SlideReport]:
+    prepare_environment()
+    import torch
+
+    listener.loading(work.model.spec.name)
+    device = wanted_device(config.device)
+    plan = plan_threads(
+        on_cpu=device == "cpu",
+        slides=len(work.jobs),
+        workers=config.workers,
+        readers=config.readers,
+        threads=config.threads,
+    )
+    # Before loading: how many passes the model lets run side by side follows from it.
+    torch.set_num_threads(plan.threads)
+    model = build_server_model(work.model.name, work.model.checkpoint, device, sha256=config.sha256)
+    listener.run_started(len(work.jobs), device=model.device)
+    batch_size = config.batch_size or (
+        _BATCH_ON_CPU if model.device == "cpu" else _BATCH_ON_ACCELERATOR
+    )
+    with (
+        InProcessClient(model, max_batch_size=batch_size, max_wait_ms=config.max_wait_ms) as client,
+        ThreadPoolExecutor(plan.readers, thread_name_prefix="reader") as readers,
+        Stager(config.stage, max_gb=config.stage_gb)
+        if config.stage
+        else contextlib.nullcontext() as stager,
+    ):
+        if stager is not None:
+            stager.plan(work.slides)
+        workers = _Workers(
+            work=work,
+            config=config,
+            client=client,
+            readers=readers,
+            stager=stager,
+            run_file=run_file,
+            listener=listener,
+            stop=stop,
+        )
+        return workers.run(plan.workers)
+
+
+@dataclass
+class _Workers:
+    """The worker threads of one run.
+
+    Owner: `run`, which starts and joins them on the calling (main) thread, so that signal
+    handlers run there between short waits.
+    """
+
+    work: Work
+    config: RunConfig
+    client: InProcessClient
+    readers: ThreadPoolExecutor
+    stager: Stager | None
+    run_file: RunFile
+    listener: RunListener
+    stop: StopSignal
+    _next: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _reports: dict[int, SlideReport] = field(default_factory=dict)
+    _failed_fast: threading.Event = field(default_factory=threading.Event)
+    _fault: OutputError | None = None
+
+    def run(self, count: int) -> list[SlideReport]:
+        """Process all jobs and return their reports in order.
+
+        Raises:
+            OutputError: The report could not be written; running slides were stopped.
+        """
+        threads = [
+            threading.Thread(target=self._work, name=f"slides-{number}") for number in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_JOIN_SECONDS)
+        if self._fault is not None:
+            raise self._fault
+        for index, job in enumerate(self.work.jobs):
+            if index not in self._reports:
+                self._end(
+                    index,
+                    job,
+                    SlideReport(
+                        slide=str(job.path),
+                        state="stopped",
+                        reason="not started",
+                        extra=dict(job.extra),
+                    ),
+                )
+        return [self._reports[index] for index in range(len(self.work.jobs))]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether slides must stop: the run was told to, or one failed under --fail-fast."""
+        return self.stop.stopped or self._failed_fast.is_set()
+
+    def _work(self) -> None:
+        thread = threading.current_thread()
+        while not self.stopped:
+            with self._lock:
+                index = self._next
+                self._next += 1
+            if index >= len(self.work.jobs):
+                return
+            job = self.work.jobs[index]
+            thread.name = f"slide {job.name}"
+            self.listener.slide_started(job)
+            try:
+                self._end(index, job, self._one(self.work.slides[index], job))
+            except OutputError as exc:
+                # The report itself cannot be written: nothing would be accounted for.
+                self._fault = exc
+                self._failed_fast.set()
+
+    def _end(self, index: int, job: SlideJob, report: SlideReport) -> None:
+        self._reports[index] = report
+        if report.state == "failed" and self.config.fail_fast:
+            self._failed_fast.set()
+        self.listener.slide_ended(job, report)
+        self.run_file.add(report)
+
+    def _one(self, slide: SlideInput, job: SlideJob) -> SlideReport:
+        try:
+            claim = Claim.take(job.output)
+            if claim is None:
+                if self.stager is not None:
+                    self.stager.drop(slide)
+                return self._left(job, "skipped", "another job is at work on it")
+            with claim:
+                return self._claimed(slide, job)
+        except BioptimusError as exc:
+            return self._left(job, "failed", error_text(exc), error=exc)
+        except Exception as exc:
+            # The batch's edge: whatever happens around one slide, the others go on.
+            log.exception("%s: unexpected error", job.name)
+            return self._left(
+                job,
+                "failed",
+                f"unexpected {type(exc).__name__}: {exc}; rerun with --verbose",
+                error=exc,
+            )
+
+    def _left(
+        self, job: SlideJob, state: SlideState, reason: str, *, error: Exception | None = None
+    ) -> SlideReport:
+        return SlideReport(
+            slide=str(job.path), state=state, reason=reason, extra=dict(job.extra), error=error
+        )
+
+    def _claimed(self, slide: SlideInput, job: SlideJob) -> SlideReport:
+        with self.stager.staged(slide) if self.stager else contextlib.nullcontext() as staged:
+            return process_slide(
+                replace(job, read_path=staged),
+                client=self.client,
+                options=self.config.slide,
+                readers=self.readers,
+                stop=self,
+                listener=self.listener,
+            )

@@ -1,0 +1,66 @@
+"""How many threads do what, chosen from the cores."""
+
+from dataclasses import dataclass
+
+from bioptimus.runtime.runners import available_cores
+
+# A slide that opens, finds its tissue or ends leaves the model to another one meanwhile.
+_MIN_WORKERS = 2
+_MAX_WORKERS = 8
+# A slide's scheduler has this many batches under way.
+_PASSES_PER_SLIDE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadPlan:
+    """Threads of a run.
+
+    Attributes:
+        workers: Slides under way at once.
+        readers: Threads that read tiles, shared by all slides.
+        passes: Forward passes that may run side by side.
+        threads: Threads inside one forward pass.
+    """
+
+    workers: int
+    readers: int
+    passes: int
+    threads: int
+
+
+def plan_threads(
+    *,
+    on_cpu: bool,
+    slides: int,
+    workers: int | None = None,
+    readers: int | None = None,
+    threads: int | None = None,
+    cores: int | None = None,
+) -> ThreadPlan:
+    """Choose what the user left open.
+
+    On a CPU, single-threaded passes side by side beat one pass on many threads: OpenMP's
+    threads wait busily for each other whenever a reader holds a core.
+
+    Args:
+        on_cpu: Whether the model runs on the CPU.
+        slides: Slides to process.
+        workers: The user's wish, or None.
+        readers: The user's wish, or None.
+        threads: The user's wish for threads inside one pass, or None.
+        cores: Cores to plan for; those of this process if not given.
+    """
+    count = cores or available_cores()
+    under_way = workers or max(_MIN_WORKERS, min(count // 2, _MAX_WORKERS))
+    under_way = max(1, min(under_way, slides))
+    passes = min(count, _PASSES_PER_SLIDE * under_way)
+    if not on_cpu:
+        inside = threads or 1
+    elif threads is None:
+        inside = max(1, count // passes)
+    else:
+        inside = threads
+        passes = max(1, min(passes, count // threads))
+    return ThreadPlan(
+        workers=under_way, readers=readers or max(2, count), passes=passes, threads=inside
+    )

@@ -1,0 +1,250 @@
+"""Options that several commands share, each declared once."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MODEL, _TILES, _SCALE, _RUN, _JOBS = "Model", "Tiles", "Slide", "Run", "Jobs"
+
+
+class Reader(StrEnum):
+    """How tiles are read."""
+
+    AUTO = "auto"
+    OPENSLIDE = "openslide"
+
+
+class Icc(StrEnum):
+    """What is done with a colour profile."""
+
+    NONE = "none"
+    SRGB = "srgb"
+
+
+class Dtype(StrEnum):
+    """Stored type of embeddings and predictions."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+
+
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        help="Slides, folders (searched recursively), globs, CSV lists with a 'slide' column "
+        "(and optionally mpp, mask, bulk_rna), or - for a list on standard input.",
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="Registry key (see 'bioptimus models list') or the path of a self-describing .pt2. "
+        "A .pt2 is executable code: load only what you trust.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        help="The .pt2 with your weights, when --model is a registry key.",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
+Sha256 = Annotated[
+    str | None,
+    typer.Option(
+        "--sha256",
+        help="Refuse the checkpoint unless its SHA-256 is this.",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="auto, cpu, cuda, cuda:N, or several with commas (one process each).",
+        rich_help_panel=_MODEL,
+    ),
+]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size",
+        min=1,
+        help="Most tiles in one forward pass. [default: 48 on an accelerator, 16 on a CPU]",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
+MaxWaitMs = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Milliseconds a part-filled batch waits for more tiles.",
+        rich_help_panel=_MODEL,
+    ),
+]
+TileSizePx = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tile side in pixels. [default: the model's]",
+        rich_help_panel=_TILES,
+        show_default=False,
+    ),
+]
+TileMpp = Annotated[
+    float | None,
+    typer.Option(
+        help="Tile scale in µm per pixel. [default: the model's]",
+        rich_help_panel=_TILES,
+        show_default=False,
+    ),
+]
+OverlapPx = Annotated[
+    int,
+    typer.Option(min=0, help="Pixels that neighbouring tiles share.", rich_help_panel=_TILES),
+]
+MinTissue = Annotated[
+    float,
+    typer.Option(
+        min=0, max=1, help="Keep tiles with at least this share of tissue.", rich_help_panel=_TILES
+    ),
+]
+Tissue = Annotated[
+    str,
+    typer.Option(
+        help="auto, none (the whole scan), or a mask: PNG, GeoJSON, or a tissue .pt2.",
+        rich_help_panel=_TILES,
+    ),
+]
+KeepPen = Annotated[
+    bool, typer.Option("--keep-pen", help="Do not remove pen marks.", rich_help_panel=_TILES)
+]
+MppOverride = Annotated[
+    float | None,
+    typer.Option(
+        help="µm per pixel of level 0, whatever the file says.",
+        rich_help_panel=_SCALE,
+        show_default=False,
+    ),
+]
+MppFallback = Annotated[
+    float | None,
+    typer.Option(
+        help="µm per pixel of level 0 for slides that do not say.",
+        rich_help_panel=_SCALE,
+        show_default=False,
+    ),
+]
+ReaderChoice = Annotated[
+    Reader,
+    typer.Option(
+        "--reader",
+        help="auto reads tiled-JPEG slides directly, checked against OpenSlide.",
+        rich_help_panel=_SCALE,
+    ),
+]
+IccChoice = Annotated[
+    Icc,
+    typer.Option(
+        "--icc", help="srgb converts with the slide's colour profile.", rich_help_panel=_SCALE
+    ),
+]
+AllowUpsample = Annotated[
+    bool,
+    typer.Option(
+        "--allow-upsample",
+        help="Accept slides coarser than the tile scale.",
+        rich_help_panel=_SCALE,
+    ),
+]
+DtypeChoice = Annotated[
+    Dtype,
+    typer.Option("--dtype", help="Stored type; float16 halves the file.", rich_help_panel=_RUN),
+]
+MaxFailedTiles = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Share of a slide's tiles that may be unreadable before the slide fails.",
+        rich_help_panel=_RUN,
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace finished files, also of other parameters.",
+        rich_help_panel=_RUN,
+    ),
+]
+FailFast = Annotated[
+    bool, typer.Option("--fail-fast", help="Stop at the first failed slide.", rich_help_panel=_RUN)
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Open every slide; print mpp and its source, level, tiles and output size.",
+        rich_help_panel=_RUN,
+    ),
+]
+LogJson = Annotated[
+    bool,
+    typer.Option(
+        "--log-json", help="One JSON line per event on stderr, for machines.", rich_help_panel=_RUN
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Slides under way at once. [default: from the cores, 2 to 8]",
+        rich_help_panel=_JOBS,
+        show_default=False,
+    ),
+]
+Readers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Threads that read tiles, shared by all slides. [default: the cores]",
+        rich_help_panel=_JOBS,
+        show_default=False,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Threads inside one forward pass on a CPU. [default: from the cores]",
+        rich_help_panel=_JOBS,
+        show_default=False,
+    ),
+]
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        help="This job's share of the slides: i/n (i from 0), or auto in a SLURM array.",
+        rich_help_panel=_JOBS,
+        show_default=False,
+    ),
+]
+Stage = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder on fast storage to copy slides to before reading; only its own copies are "
+        "removed.",
+        rich_help_panel=_JOBS,
+        show_default=False,
+    ),
+]
+StageGb = Annotated[
+    float, typer.Option(min=0, help="Most gigabytes staged at once.", rich_help_panel=_JOBS)
+]

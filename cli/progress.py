@@ -1,0 +1,213 @@
+"""The one place that speaks to the terminal while a run goes on."""
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from bioptimus.pipeline import SlideJob, SlideReport
+
+
+class LineProgress:
+    """One plain line per slide on stderr; the paths of finished files on stdout."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        """Write to a stream; stderr if not given."""
+        self._stream = stream or sys.stderr
+        self._lock = threading.Lock()
+        self._slides = self._ended = 0
+
+    def __enter__(self) -> "LineProgress":
+        """Nothing to start."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Nothing to end."""
+
+    def loading(self, model: str) -> None:
+        """Say which model is being loaded."""
+        self._line(f"loading {model}")
+
+    def run_started(self, slides: int, *, device: str) -> None:
+        """Say how many slides there are and where the model runs."""
+        self._slides = slides
+        self._line(f"{slides} slide{'s' * (slides != 1)} on {device}")
+
+    def slide_started(self, job: "SlideJob") -> None:
+        """Say nothing; the line comes when the slide ends."""
+
+    def slide_planned(self, job: "SlideJob", *, tiles: int, resumed: int) -> None:
+        """Say so when a slide goes on where an earlier run ended."""
+        if resumed:
+            self._line(f"{job.name}: resuming, {resumed} of {tiles} tiles are done")
+
+    def tiles_done(self, job: "SlideJob", count: int) -> None:
+        """Say nothing: no bar here."""
+
+    def note(self, job: "SlideJob", message: str) -> None:
+        """Show a message about a slide."""
+        self._line(f"{job.name}: {message}")
+
+    def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
+        """One line for the slide; its file's path on stdout."""
+        self._ended += 1
+        self._line(f"[{self._ended}/{self._slides}] {slide_line(job.name, report)}")
+        if report.output:
+            with self._lock:
+                print_result(report.output)
+
+    def _line(self, text: str) -> None:
+        with self._lock:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+
+class JsonProgress(LineProgress):
+    """One JSON line per event on stderr."""
+
+    def loading(self, model: str) -> None:
+        """Event ``loading``."""
+        self._event("loading", model=model)
+
+    def run_started(self, slides: int, *, device: str) -> None:
+        """Event ``run_started``."""
+        self._event("run_started", slides=slides, device=device)
+
+    def slide_started(self, job: "SlideJob") -> None:
+        """Event ``slide_started``."""
+        self._event("slide_started", slide=str(job.path))
+
+    def slide_planned(self, job: "SlideJob", *, tiles: int, resumed: int) -> None:
+        """Event ``slide_planned``."""
+        self._event("slide_planned", slide=str(job.path), tiles=tiles, resumed=resumed)
+
+    def note(self, job: "SlideJob", message: str) -> None:
+        """Event ``note``."""
+        self._event("note", slide=str(job.path), message=message)
+
+    def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
+        """Event ``slide_ended`` with the slide's report."""
+        from bioptimus.batch.report import slide_record
+
+        self._event("slide_ended", **slide_record(report))
+        if report.output:
+            with self._lock:
+                print_result(report.output)
+
+    def _event(self, kind: str, **values: Any) -> None:
+        import orjson
+
+        record = {"event": kind, "time": round(time.time(), 3), **values}
+        self._line(orjson.dumps(record).decode())
+
+
+class BarProgress(LineProgress):
+    """Bars on a terminal: overall and per slide, tiles/s, time left."""
+
+    def __init__(self) -> None:
+        """Set up the bars; they show once the run starts."""
+        super().__init__()
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self._console = Console(stderr=True)
+        self._progress: Progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._overall: TaskID | None = None
+        self._bars: dict[str, TaskID] = {}
+        self._started: dict[str, float] = {}
+
+    def __enter__(self) -> "BarProgress":
+        """Show the bars."""
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Take the bars away."""
+        self._progress.stop()
+
+    def loading(self, model: str) -> None:
+        """Show what is loading in place of the overall bar."""
+        self._overall = self._progress.add_task(f"loading {model}", total=None, rate="")
+
+    def run_started(self, slides: int, *, device: str) -> None:
+        """Start the overall bar."""
+        self._slides = slides
+        if self._overall is not None:
+            self._progress.update(self._overall, description=f"slides ({device})", total=slides)
+
+    def slide_planned(self, job: "SlideJob", *, tiles: int, resumed: int) -> None:
+        """Add the slide's bar."""
+        super().slide_planned(job, tiles=tiles, resumed=resumed)
+        self._bars[job.name] = self._progress.add_task(
+            _shortened(job.name), total=tiles, completed=resumed, rate=""
+        )
+        self._started[job.name] = time.monotonic()
+
+    def tiles_done(self, job: "SlideJob", count: int) -> None:
+        """Move the slide's bar."""
+        bar = self._bars[job.name]
+        self._progress.update(bar, advance=count)
+        elapsed = time.monotonic() - self._started[job.name]
+        done = self._progress.tasks[self._progress.task_ids.index(bar)].completed
+        if elapsed > 1:
+            self._progress.update(bar, rate=f"{done / elapsed:.0f} tiles/s")
+
+    def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
+        """Take the slide's bar away and print its line above the others."""
+        bar = self._bars.pop(job.name, None)
+        if bar is not None:
+            self._progress.remove_task(bar)
+        if self._overall is not None:
+            self._progress.advance(self._overall)
+        super().slide_ended(job, report)
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def choose_progress(*, log_json: bool) -> LineProgress:
+    """JSON when asked for, bars on a terminal, plain lines elsewhere."""
+    if log_json:
+        return JsonProgress()
+    return BarProgress() if sys.stderr.isatty() else LineProgress()
+
+
+def print_result(path: str) -> None:
+    """A result's path, alone on a line of stdout."""
+    sys.stdout.write(path + "\n")
+    sys.stdout.flush()
+
+
+def slide_line(name: str, report: "SlideReport") -> str:
+    """One slide's outcome on one line."""
+    words = [f"{name}: {report.state}"]
+    if report.state in ("ok", "stopped") and report.tiles_planned:
+        words.append(f"{report.tiles_done} tiles")
+        if report.tiles_failed:
+            words.append(f"{report.tiles_failed} failed tiles")
+        words.append(f"{report.seconds.total:.1f} s")
+        words.append(f"{report.tiles_per_second:.0f} tiles/s")
+    if report.reason:
+        words.append(report.reason.removeprefix(f"{name}: "))
+    return ", ".join(words)
+
+
+def _shortened(name: str, width: int = 40) -> str:
+    return name if len(name) <= width else "…" + name[1 - width :]

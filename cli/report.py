@@ -1,0 +1,54 @@
+"""``bioptimus report``: what became of every slide below an output folder."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def report(
+    out: Annotated[Path, typer.Argument(help="The --out folder of one or more runs.")],
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> int:
+    """Sum up all runs below an output folder and list what is missing.
+
+    Exit code 1 when a slide failed, was stopped, or was never accounted for.
+    """
+    from bioptimus.batch.report import read_runs
+
+    summary = read_runs(out)
+    if json:
+        _print_json(summary)
+    else:
+        _print_text(summary)
+    unfinished = any(each["state"] in ("failed", "stopped") for each in summary.slides.values())
+    return 1 if unfinished or summary.missing else 0
+
+
+def _print_json(summary: Any) -> None:
+    from dataclasses import asdict
+
+    import orjson
+
+    typer.echo(orjson.dumps(asdict(summary), option=orjson.OPT_INDENT_2).decode())
+
+
+def _print_text(summary: Any) -> None:
+    counts: dict[str, int] = {}
+    tiles = failed_tiles = 0
+    for record in summary.slides.values():
+        counts[record["state"]] = counts.get(record["state"], 0) + 1
+        tiles += record["tiles_done"]
+        failed_tiles += record["tiles_failed"]
+    for record in summary.slides.values():
+        if record["state"] in ("failed", "stopped"):
+            typer.echo(f"{record['state']}: {record['slide']}: {record['reason']}")
+    for slide in summary.missing:
+        typer.echo(f"missing: {slide}: no run accounted for it; run the same command again")
+    for path, reason in summary.skipped.items():
+        typer.echo(f"not a slide: {path} ({reason})")
+    states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    if summary.missing:
+        states += f"{', ' * bool(states)}{len(summary.missing)} missing"
+    typer.echo(f"{len(summary.runs)} runs: {states or 'no slides'}; {tiles} tiles", nl=False)
+    typer.echo(f", {failed_tiles} failed tiles" if failed_tiles else "")

@@ -1,0 +1,120 @@
+"""What `embed` and `predict` share: run, report, exit code."""
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bioptimus.batch.run import RunConfig, RunResult
+    from bioptimus.models.types import InferenceMode
+
+# Options that mean the same under the same name in RunConfig.
+_RUN_NAMES = (
+    *("out", "model", "checkpoint", "sha256", "device", "batch_size", "max_wait_ms"),
+    *("workers", "readers", "threads", "shard", "stage", "stage_gb", "fail_fast"),
+    *("bulk_rna", "gene_column", "value_column"),
+)
+
+
+def run_slides(options: Mapping[str, Any], *, mode: "InferenceMode") -> int:
+    """Run what the command line asks for and show how it ended.
+
+    Args:
+        options: The command's parameters by name.
+        mode: What the model is asked for.
+
+    Returns:
+        The exit code: 0, 1 if a slide failed, 130 / 143 after SIGINT / SIGTERM.
+    """
+    config = _config(options, mode)
+    log_json: bool = options["log_json"]
+    if options["dry_run"]:
+        from cli.dry_run import show_plan
+
+        return show_plan(config)
+    from bioptimus.batch.devices import run_on_devices
+    from bioptimus.batch.run import run
+    from bioptimus.batch.signals import StopFlag
+    from cli.progress import choose_progress
+
+    start = run_on_devices if "," in config.device else run
+    with StopFlag() as stop, choose_progress(log_json=log_json) as progress:
+        result = start(config, listener=progress, stop=stop)
+    if not log_json:
+        _show_table(result)
+    if stop.exit_code is not None:
+        return stop.exit_code
+    return 1 if result.failed else 0
+
+
+def _config(options: Mapping[str, Any], mode: "InferenceMode") -> "RunConfig":
+    from bioptimus.batch.run import RunConfig
+    from bioptimus.io.wsi import OpenOptions
+    from bioptimus.pipeline import SlideOptions
+    from bioptimus.planning import PlanOptions
+
+    return RunConfig(
+        inputs=tuple(options["inputs"]),
+        command=tuple(sys.argv),
+        slide=SlideOptions(
+            mode=mode,
+            opening=OpenOptions(
+                mpp_override=options["mpp_override"],
+                mpp_fallback=options["mpp_fallback"],
+                reader=options["reader"].value,
+                icc=options["icc"].value,
+                allow_upsample=options["allow_upsample"],
+            ),
+            plan=PlanOptions(
+                tile_size_px=options["tile_size_px"],
+                tile_mpp=options["tile_mpp"],
+                overlap_px=options["overlap_px"],
+                min_tissue=options["min_tissue"],
+                tissue=options["tissue"],
+                keep_pen=options["keep_pen"],
+            ),
+            dtype=options["dtype"].value,
+            max_failed_tiles=options["max_failed_tiles"],
+            overwrite=options["overwrite"],
+        ),
+        **{name: options[name] for name in _RUN_NAMES if name in options},
+    )
+
+
+def _show_table(result: "RunResult") -> None:
+    """The run's table on stderr: every input and its state."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from cli.progress import slide_line
+
+    console = Console(stderr=True, soft_wrap=True)
+    if not result.reports:
+        console.print("nothing to do: this share of the inputs is empty", highlight=False)
+        return
+    for path, reason in result.skipped:
+        console.print(f"not a slide: {path} ({reason})", markup=False, highlight=False)
+    if sys.stderr.isatty():
+        table = Table("slide", "state", "tiles", "failed tiles", "tiles/s", "seconds", "reason")
+        for report in result.reports:
+            table.add_row(
+                report.slide,
+                report.state,
+                str(report.tiles_done),
+                str(report.tiles_failed),
+                f"{report.tiles_per_second:.0f}",
+                f"{report.seconds.total:.1f}",
+                report.reason,
+            )
+        console.print(table)
+    elif any(report.state == "failed" for report in result.reports):
+        for report in result.reports:
+            if report.state == "failed":
+                console.print(slide_line(report.slide, report), markup=False, highlight=False)
+    counts: dict[str, int] = {}
+    for report in result.reports:
+        counts[report.state] = counts.get(report.state, 0) + 1
+    summary = ", ".join(f"{count} {state}" for state, count in counts.items())
+    console.print(
+        f"{summary}; report: {result.run_file}", markup=False, highlight=False, soft_wrap=True
+    )

@@ -1,0 +1,275 @@
+"""`bioptimus embed` and `predict`, end to end: real slides, real processes, plain h5py."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import openslide
+import pytest
+import torch
+
+from bioptimus.runtime.builtin import weights_path
+from bioptimus.runtime.lite0 import lite0_from_weights
+from bioptimus.tiles import TileSpec, plan_tiles
+from tests.conftest import EXAMPLE_SLIDE
+from tests.slides import write_pyramid
+
+TILES_OF_EXAMPLE = 140
+
+
+def bioptimus(
+    *words: str | Path, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **(env or {})},
+        timeout=110,
+    )
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example slide's embeddings, made by the command line in a process of its own."""
+    out = tmp_path_factory.mktemp("embedded")
+    done = bioptimus("embed", EXAMPLE_SLIDE, "--out", out)
+    assert done.returncode == 0, done.stderr
+    path = Path(done.stdout.strip())
+    assert path == out / "lite0" / "CMU-1-Small-Region.h5"
+    return path
+
+
+def test_file_holds_what_its_contract_says(embedded: Path) -> None:
+    with h5py.File(embedded) as file:
+        features, coords = file["features"], file["coords"]
+        count = len(coords)
+        assert 40 <= count <= TILES_OF_EXAMPLE
+        assert features.shape == (count, 424)
+        assert features.dtype == np.float32
+        assert coords.dtype == np.int64
+        assert np.isfinite(features[:]).all()
+        assert file["tissue_ratios"].shape == (count,)
+        assert file["tissue_ratios"][:].min() >= 0.5
+        assert file["thumbnail"].shape[2] == 3
+        assert file["tissue_mask"].ndim == 2
+        assert len(file["failed_tiles"]) == 0
+        assert file.attrs["complete"]
+        assert file.attrs["state"] == "ok"
+        assert file.attrs["mpp_x"] == pytest.approx(0.499)
+        assert "openslide" in file.attrs["mpp_source"]
+        assert coords.attrs["patch_size"] == 224
+        assert coords.attrs["patch_size_level0"] == 224
+        assert coords.attrs["level0_magnification"] == pytest.approx(10 / 0.499)
+        assert coords.attrs["target_magnification"] == pytest.approx(20)
+        assert coords.attrs["overlap"] == 0
+        assert coords.attrs["name"] == "CMU-1-Small-Region"
+        assert (coords.attrs["level0_width"], coords.attrs["level0_height"]) == (2220, 2967)
+
+
+def _reference_tiles(path: Path, coords: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """What a careful user would cut by hand: 224.449 px at 0.499 µm/px, scaled to 224."""
+    side = 224 * 0.5 / 0.499
+    tiles = []
+    with openslide.OpenSlide(path) as slide:
+        for x, y in coords:
+            box = slide.read_region((int(x), int(y)), 0, (225, 225))
+            background = np.full((225, 225, 3), 255.0)
+            rgba = np.asarray(box, np.float64)
+            alpha = rgba[..., 3:] / 255
+            rgb = rgba[..., :3] * alpha + background * (1 - alpha)
+            tiles.append(_area_average(rgb, side))
+    return np.stack(tiles)
+
+
+def _area_average(pixels: npt.NDArray[np.float64], side: float) -> npt.NDArray[np.uint8]:
+    edges = np.linspace(0, side, 225)
+    cells = np.arange(pixels.shape[0])
+    weights = np.clip(
+        np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells), 0, None
+    ) / (side / 224)
+    rows = np.tensordot(weights, pixels, axes=(1, 0))
+    averages = np.tensordot(weights, rows, axes=(1, 1)).transpose(1, 0, 2)
+    return np.asarray(np.rint(averages), np.uint8)
+
+
+def test_rows_equal_a_straight_line_reference(embedded: Path) -> None:
+    with h5py.File(embedded) as file:
+        coords, features = file["coords"][:], file["features"][:]
+    grid = plan_tiles((2220, 2967), spec=TileSpec(), mpp=(0.499, 0.499))
+    lattice = {(tile.x, tile.y): tile.index for tile in grid}
+    indices = [lattice[int(x), int(y)] for x, y in coords]
+    assert indices == sorted(set(indices)), "coordinates are lattice points in row-major order"
+    tiles = torch.from_numpy(_reference_tiles(EXAMPLE_SLIDE, coords))
+    network = lite0_from_weights(torch.load(weights_path(), weights_only=True)).eval()
+    with torch.inference_mode():
+        _, expected = network(tiles)
+    cosine = torch.nn.functional.cosine_similarity(torch.from_numpy(features), expected)
+    assert float(cosine.min()) >= 0.9999
+
+
+def test_predict_with_embeddings_writes_both_from_named_outputs(
+    embedded: Path, tmp_path: Path
+) -> None:
+    done = bioptimus("predict", EXAMPLE_SLIDE, "--with-embeddings", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    with h5py.File(done.stdout.strip()) as file, h5py.File(embedded) as embeddings:
+        names = [name.decode() for name in file["output_names"][:]]
+        assert "haematoxylin_od" in names
+        assert file["predictions"].shape == (len(file["coords"]), len(names))
+        np.testing.assert_array_equal(file["coords"][:], embeddings["coords"][:])
+        np.testing.assert_allclose(
+            file["features"][:], embeddings["features"][:], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_eight_slides_in_four_threads_equal_each_made_alone(embedded: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    for number in range(8):
+        shutil.copy(EXAMPLE_SLIDE, folder / f"copy {number}.svs")
+    done = bioptimus("embed", folder, "--out", tmp_path / "out", "--workers", "4")
+    assert done.returncode == 0, done.stderr
+    written = sorted((tmp_path / "out" / "lite0").glob("*.h5"))
+    assert len(written) == 8
+    assert sorted(done.stdout.splitlines()) == [str(path) for path in written]
+    with h5py.File(embedded) as alone:
+        for path in written:
+            with h5py.File(path) as file:
+                np.testing.assert_array_equal(file["coords"][:], alone["coords"][:])
+                # Batches of other lengths may round the last bit differently.
+                np.testing.assert_allclose(
+                    file["features"][:], alone["features"][:], rtol=1e-4, atol=1e-4
+                )
+
+
+def test_second_run_skips_what_is_done_and_other_parameters_are_refused(
+    embedded: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(embedded.parent.parent, out)
+    again = bioptimus("embed", EXAMPLE_SLIDE, "--out", out)
+    assert again.returncode == 0
+    assert "skipped, done already" in again.stderr
+    other = bioptimus("embed", EXAMPLE_SLIDE, "--out", out, "--overlap-px", "112")
+    assert other.returncode == 1
+    assert "overlap" in other.stderr
+    assert "--overwrite" in other.stderr
+    with h5py.File(out / "lite0" / "CMU-1-Small-Region.h5") as file:
+        assert file["coords"].attrs["overlap"] == 0
+
+
+BAD_INPUTS = {
+    "broken/unreadable.svs": "unreadable.svs",
+    "broken/unopenable.tiff": "compression",
+    "broken/broken.svs": "not a",
+    "aperio/jp2k-no-mpp.svs": "--mpp-override",
+    "generic-tiff/boxes.tiff": "352.8",
+}
+
+
+def test_bad_slides_get_one_clear_line_each_and_the_others_finish(
+    shared_slides: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty.svs"
+    empty.touch()
+    text = tmp_path / "notes.txt.svs"
+    text.write_text("not a slide")
+    good = [EXAMPLE_SLIDE, shared_slides / "aperio" / "😐.svs"]
+    done = bioptimus(
+        "embed",
+        *(shared_slides / name for name in BAD_INPUTS),
+        empty,
+        text,
+        tmp_path / "missing.svs",
+        shared_slides / "dicom" / "CMU-1-Small-Region",
+        *good,
+        "--out",
+        tmp_path / "out",
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    for name, fact in BAD_INPUTS.items():
+        stem = Path(name).name
+        told = [line for line in lines if stem in line and ": failed" in line]
+        assert len({line.split("] ")[-1] for line in told}) >= 1, stem
+        assert fact in " ".join(told), told
+    for name, fact in (("empty.svs", "empty"), ("notes.txt.svs", ""), ("missing.svs", "no such")):
+        told = [line for line in lines if name in line and "failed" in line]
+        assert told, name
+        assert fact in told[0], told
+    assert len(done.stdout.splitlines()) == 3
+    run = next((tmp_path / "out" / "runs").glob("*.json"))
+    records = [json.loads(line) for line in run.read_text().splitlines()]
+    states = [record["state"] for record in records if record["kind"] == "slide"]
+    assert sorted(states).count("failed") == len(BAD_INPUTS) + 3
+    assert len(states) == len(BAD_INPUTS) + 3 + 3
+
+
+def test_slide_without_mpp_works_with_the_flag(shared_slides: Path, tmp_path: Path) -> None:
+    done = bioptimus(
+        "embed",
+        shared_slides / "aperio" / "jp2k-no-mpp.svs",
+        "--mpp-override",
+        "0.5",
+        "--out",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    with h5py.File(done.stdout.strip()) as file:
+        assert file.attrs["mpp_source"].startswith("--mpp-override")
+        assert len(file["coords"]) > 0
+
+
+def test_slide_without_tissue_makes_a_file_without_rows(tmp_path: Path) -> None:
+    blank = write_pyramid(tmp_path / "blank.tif", np.full((600, 600, 3), 240, np.uint8), mpp=0.5)
+    done = bioptimus("embed", blank, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "empty" in done.stderr
+    with h5py.File(done.stdout.strip()) as file:
+        assert file.attrs["state"] == "empty"
+        assert file.attrs["complete"]
+        assert file["features"].shape == (0, 424)
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    done = bioptimus("embed", EXAMPLE_SLIDE, "--dry-run", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "mpp 0.499" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--overlap-px", "224"),
+        ("--min-tissue", "1.5"),
+        ("--model", "no-such-model"),
+        ("--shard", "5/3"),
+        ("--dtype", "int8"),
+    ],
+)
+def test_wrong_usage_exits_2_with_one_line(words: tuple[str, str], tmp_path: Path) -> None:
+    done = bioptimus("embed", EXAMPLE_SLIDE, *words, "--out", tmp_path / "out")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_can_come_from_the_environment(tmp_path: Path) -> None:
+    done = bioptimus(
+        "embed",
+        EXAMPLE_SLIDE,
+        "--dry-run",
+        env={"BIOPTIMUS_EMBED_OUT": str(tmp_path / "elsewhere")},
+    )
+    assert str(tmp_path / "elsewhere") in done.stdout

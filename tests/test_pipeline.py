@@ -1,0 +1,236 @@
+"""One slide from file to file, with models that misbehave."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from bioptimus.errors import OutOfDeviceMemoryError
+from bioptimus.models.clients.local import InProcessClient
+from bioptimus.models.types import ModelSpec
+from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport, process_slide
+from bioptimus.planning import PlanOptions
+from bioptimus.runtime.server_model import BaseServerModel
+from bioptimus.tiles import TileSpec
+from tests.models import FakeRunner
+from tests.slides import damage_tile, tissue, write_pyramid
+
+# 1024 x 1024 px at 0.5 µm/px in tiles of 64: a lattice of 16 x 16.
+SPEC = ModelSpec(name="means", tile=TileSpec(size_px=64, mpp=0.5), embedding_dim=3)
+TILES = 256
+
+
+class Listener:
+    """Remembers what it hears; may stop the run after so many tiles."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.notes: list[str] = []
+        self.done = 0
+        self.resumed = 0
+        self._stop_after = stop_after
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop_after is not None and self.done >= self._stop_after
+
+    def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None:
+        self.resumed = resumed
+
+    def tiles_done(self, job: SlideJob, count: int) -> None:
+        self.done += count
+
+    def note(self, job: SlideJob, message: str) -> None:
+        self.notes.append(message)
+
+
+class Runner(FakeRunner):
+    """Mean colours, after a hook that may fail or alter the answer."""
+
+    def __init__(
+        self, hook: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
+        super().__init__(SPEC)
+        self._hook = hook
+        self._calls = 0
+        self._count = threading.Lock()
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (answer,) = super().__call__(*inputs)
+        with self._count:
+            self._calls += 1
+            call = self._calls
+        return (self._hook(call, inputs[0], answer) if self._hook else answer,)
+
+
+@pytest.fixture
+def slide(tmp_path: Path) -> Path:
+    return write_pyramid(tmp_path / "slide.tif", tissue(1024, 1024), mpp=0.5, factors=(1, 4))
+
+
+def run(
+    slide: Path,
+    runner: Runner,
+    *,
+    batch: int = 16,
+    listener: Listener | None = None,
+    options: SlideOptions | None = None,
+) -> SlideReport:
+    listener = listener or Listener()
+    options = options or SlideOptions(plan=PlanOptions(tissue="none"))
+    model = BaseServerModel.from_runner(SPEC, runner)
+    with (
+        InProcessClient(model, max_batch_size=batch, max_wait_ms=5) as client,
+        ThreadPoolExecutor(2) as readers,
+    ):
+        return process_slide(
+            SlideJob(path=slide, output=slide.with_suffix(".h5"), name=slide.name),
+            client=client,
+            options=options,
+            readers=readers,
+            stop=listener,
+            listener=listener,
+        )
+
+
+def features(slide: Path) -> npt.NDArray[np.float32]:
+    with h5py.File(slide.with_suffix(".h5")) as file:
+        return np.asarray(file["features"][:], np.float32)
+
+
+def test_every_planned_tile_becomes_a_row_in_plan_order(slide: Path) -> None:
+    report = run(slide, Runner())
+    assert (report.state, report.tiles_planned, report.tiles_done) == ("ok", TILES, TILES)
+    with h5py.File(slide.with_suffix(".h5")) as file:
+        coords = file["coords"][:]
+    assert [tuple(xy) for xy in coords] == [
+        (x, y) for y in range(0, 1024, 64) for x in range(0, 1024, 64)
+    ]
+    expected = tissue(1024, 1024).reshape(16, 64, 16, 64, 3).mean((1, 3)).reshape(TILES, 3)
+    np.testing.assert_allclose(features(slide), expected, atol=0.01)
+
+
+def test_not_a_number_in_an_output_fails_that_tile_alone(slide: Path) -> None:
+    reference = run(slide, Runner())
+    assert reference.state == "ok"
+    whole = features(slide)
+    dark = whole.sum(1).argmin()
+
+    def spoil(call: int, tiles: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        answer[(answer - torch.from_numpy(whole[dark])).abs().sum(1) == 0] = float("nan")
+        return answer
+
+    options = SlideOptions(plan=PlanOptions(tissue="none"), overwrite=True)
+    report = run(slide, Runner(spoil), options=options)
+    assert (report.state, report.tiles_failed) == ("ok", 1)
+    np.testing.assert_array_equal(features(slide), np.delete(whole, dark, axis=0))
+    with h5py.File(slide.with_suffix(".h5")) as file:
+        failed = file["failed_tiles"][:]
+        assert len(file["coords"]) == len(file["tissue_ratios"]) == TILES - 1
+    assert (failed["x"][0], failed["y"][0]) == (dark % 16 * 64, dark // 16 * 64)
+    assert b"NaN" in failed["reason"][0]
+
+
+def test_forward_failure_is_tried_once_more(slide: Path) -> None:
+    def fail_third(call: int, tiles: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        if call == 3:
+            raise RuntimeError("a passing fault of the device")
+        return answer
+
+    report = run(slide, Runner(fail_third))
+    assert (report.state, report.tiles_done) == ("ok", TILES)
+
+
+def test_forward_failure_twice_fails_the_slide_and_keeps_the_part(slide: Path) -> None:
+    def fail_late(call: int, tiles: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        if call > 8:
+            raise RuntimeError("the device is gone")
+        return answer
+
+    report = run(slide, Runner(fail_late))
+    assert report.state == "failed"
+    assert "the device is gone" in report.reason
+    assert not slide.with_suffix(".h5").exists()
+    listener = Listener()
+    again = run(slide, Runner(), listener=listener)
+    assert again.state == "ok"
+    assert 0 < listener.resumed < TILES
+    assert again.tiles_done == TILES
+
+
+def test_out_of_memory_halves_the_batch_says_so_once_and_loses_nothing(slide: Path) -> None:
+    def full(call: int, tiles: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        if len(tiles) > 8:
+            raise OutOfDeviceMemoryError("CUDA out of memory")
+        return answer
+
+    listener = Listener()
+    report = run(slide, Runner(full), batch=16, listener=listener)
+    assert (report.state, report.tiles_done) == ("ok", TILES)
+    assert listener.notes == ["out of memory on the device; going on with batches of 8"]
+
+
+def test_out_of_memory_with_one_tile_fails_the_slide(slide: Path) -> None:
+    def full(call: int, tiles: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        raise OutOfDeviceMemoryError("CUDA out of memory")
+
+    report = run(slide, Runner(full), batch=4)
+    assert report.state == "failed"
+    assert "out of memory" in report.reason
+
+
+def test_stop_signal_keeps_what_was_computed_and_a_rerun_goes_on(slide: Path) -> None:
+    listener = Listener(stop_after=64)
+    report = run(slide, Runner(), listener=listener)
+    assert report.state == "stopped"
+    assert not slide.with_suffix(".h5").exists()
+    done_before = report.tiles_done
+    assert 64 <= done_before < TILES
+    runner, listener = Runner(), Listener()
+    again = run(slide, runner, listener=listener)
+    assert again.state == "ok"
+    assert listener.resumed == done_before
+    assert sum(runner.batches) == TILES - done_before
+    stopped_then_resumed = features(slide)
+    slide.with_suffix(".h5").unlink()
+    run(slide, Runner())
+    np.testing.assert_array_equal(stopped_then_resumed, features(slide))
+
+
+def test_unreadable_tile_becomes_a_failed_tile_not_a_row(slide: Path) -> None:
+    damage_tile(slide, level=0, index=5)
+    options = SlideOptions(plan=PlanOptions(tissue="none"), max_failed_tiles=0.5)
+    report = run(slide, Runner(), options=options)
+    assert report.state == "ok"
+    # One stored tile of 256 px holds 16 of ours.
+    assert (report.tiles_failed, report.tiles_done) == (16, TILES - 16)
+    with h5py.File(slide.with_suffix(".h5")) as file:
+        assert len(file["failed_tiles"]) == 16
+        assert set(file["failed_tiles"]["stage"]) == {b"read"}
+    assert len(features(slide)) == TILES - 16
+
+
+def test_too_many_unreadable_tiles_fail_the_slide(slide: Path) -> None:
+    damage_tile(slide, level=0, index=5)
+    report = run(slide, Runner())
+    assert report.state == "failed"
+    assert "--max-failed-tiles" in report.reason
+    assert not slide.with_suffix(".h5").exists()
+
+
+def test_unforeseen_error_ends_the_slide_not_the_caller(
+    slide: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def explode(*args: object, **kwargs: object) -> None:
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr("bioptimus.pipeline.plan_slide", explode)
+    report = run(slide, Runner())
+    assert report.state == "failed"
+    assert "ZeroDivisionError" in report.reason
+    assert "nobody thought of this" in caplog.text
