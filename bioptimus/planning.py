@@ -5,7 +5,7 @@ plan a slide that is no file.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -44,6 +44,10 @@ class CoarseImage(Protocol):
     @property
     def downsample(self) -> tuple[float, float]:
         """(x, y) level-0 pixels per pixel."""
+
+    @property
+    def damaged(self) -> npt.NDArray[np.bool_] | None:
+        """(height, width) true where nothing could be read; None where all could."""
 
 
 class PlannableSlide(Protocol):
@@ -212,14 +216,21 @@ def _find_mask(
     if options.tissue == "none":
         return full_mask(coarse.opaque, coarse.downsample)
     if segmenter is not None:
-        return _segmented(slide.name, coarse, segmenter)
-    return find_tissue(
-        coarse.pixels,
-        coarse.opaque,
-        downsample=coarse.downsample,
-        mpp=(slide.mpp[0] * coarse.downsample[0], slide.mpp[1] * coarse.downsample[1]),
-        options=TissueOptions(keep_pen=options.keep_pen),
-    )
+        mask = _segmented(slide.name, coarse, segmenter)
+    else:
+        mask = find_tissue(
+            coarse.pixels,
+            coarse.opaque,
+            downsample=coarse.downsample,
+            mpp=(slide.mpp[0] * coarse.downsample[0], slide.mpp[1] * coarse.downsample[1]),
+            options=TissueOptions(keep_pen=options.keep_pen),
+        )
+    if coarse.damaged is None:
+        return mask
+    # What lies there is not known. Reading its tiles says so tile by tile, where calling it
+    # empty would drop them in silence.
+    step = TissueStep(name="damaged places kept", share=float((mask.mask | coarse.damaged).mean()))
+    return replace(mask, mask=mask.mask | coarse.damaged, steps=(*mask.steps, step))
 
 
 def _segmented(name: str, coarse: CoarseImage, segmenter: Segmenter) -> TissueMask:

@@ -1,12 +1,13 @@
 """The ``bioptimus`` command: one Typer app, one place that turns errors into exit codes."""
 
+import logging
 import sys
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
-from cli import convert, doctor, embed, info, predict, report, verify, view
+from cli import convert, doctor, embed, info, predict, report, submit, verify, view
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -24,11 +25,6 @@ app = typer.Typer(
 )
 
 
-app.command("embed")(embed.embed)
-app.command("predict")(predict.predict)
-app.command("report")(report.report)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         from bioptimus import __version__
@@ -39,7 +35,6 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    context: typer.Context,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log more, and show the traceback of an error.")
     ] = False,
@@ -54,14 +49,22 @@ def _root(
 
     An independent implementation, not affiliated with Bioptimus.
     """
-    context.obj = {"verbose": verbose}
+    _log_to_stderr(logging.DEBUG if verbose else logging.WARNING)
 
 
-app.command("convert")(convert.convert)
-app.command("info")(info.info)
-app.command("verify")(verify.verify)
-app.command("view")(view.view)
-app.command("doctor")(doctor.doctor)
+# Help shows them in this order.
+for command in (
+    embed.embed,
+    predict.predict,
+    info.info,
+    view.view,
+    report.report,
+    verify.verify,
+    convert.convert,
+    submit.submit,
+    doctor.doctor,
+):
+    app.command()(command)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,7 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 failed, 2 wrong usage, 130 / 143 stopped by a signal.
     """
-    words = sys.argv[1:] if arguments is None else arguments
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    verbose = "--verbose" in words
+    if verbose:
+        # People type it behind the command as well as before.
+        words = ["--verbose", *(word for word in words if word != "--verbose")]
     try:
         code = app(args=words, prog_name="bioptimus", standalone_mode=False)
     except typer.Exit as exc:
@@ -81,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     except typer.Abort:
         return 130
     except BioptimusError as exc:
-        if "--verbose" in words:
+        if verbose:
             raise
         _print_error(exc)
         return EXIT_USAGE if isinstance(exc, UsageError) else EXIT_FAILED
@@ -93,6 +100,27 @@ def main(arguments: list[str] | None = None) -> int:
             return int(exc.exit_code)
         raise
     return code if isinstance(code, int) else 0
+
+
+class _ToStderr(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is at that moment: a progress display puts itself in its place."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """Chosen at each record instead."""
+
+
+def _log_to_stderr(level: int) -> None:
+    handler = _ToStderr()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    for package in ("bioptimus", "cli"):
+        logger = logging.getLogger(package)
+        logger.handlers = [handler]
+        logger.setLevel(level)
 
 
 def _print_error(error: BioptimusError) -> None:

@@ -9,6 +9,13 @@ import typer
 def report(
     out: Annotated[Path, typer.Argument(help="The --out folder of one or more runs.")],
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write a page to look at: table, pictures, failures; needs no network.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> int:
     """Sum up all runs below an output folder and list what is missing.
 
@@ -21,6 +28,11 @@ def report(
         _print_json(summary)
     else:
         _print_text(summary)
+    if html is not None:
+        from bioptimus.report_html import write_html
+
+        slides = write_html(out, html)
+        typer.echo(f"{html}: {slides} slides", err=True)
     unfinished = any(each["state"] in ("failed", "stopped") for each in summary.slides.values())
     return 1 if unfinished or summary.missing else 0
 

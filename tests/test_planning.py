@@ -20,6 +20,7 @@ class FakeImage:
     pixels: npt.NDArray[np.uint8]
     opaque: npt.NDArray[np.uint8]
     downsample: tuple[float, float]
+    damaged: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass
@@ -28,6 +29,7 @@ class FakeSlide:
 
     pixels: npt.NDArray[np.uint8]
     name: str = "fake.svs"
+    damaged: npt.NDArray[np.bool_] | None = None
     scale: float | None = 0.5
     asked_mpp: list[float] = field(default_factory=list)
 
@@ -44,7 +46,7 @@ class FakeSlide:
     def coarse_image(self, mpp: float = 1.0) -> FakeImage:
         self.asked_mpp.append(mpp)
         opaque = np.full(self.pixels.shape[:2], 255, dtype=np.uint8)
-        return FakeImage(self.pixels, opaque, (16.0, 16.0))
+        return FakeImage(self.pixels, opaque, (16.0, 16.0), self.damaged)
 
 
 def slide_with_tissue(*, columns: int = 280, rows: int = 140) -> FakeSlide:
@@ -113,6 +115,13 @@ def test_blank_slide_plans_no_tiles_and_says_why() -> None:
     assert len(plan) == 0
     assert plan.coords.shape == (0, 2)
     assert plan.warnings == ("no tissue: nothing was left after the step 'no stain'",)
+
+
+def test_places_that_cannot_be_read_are_planned_so_that_their_loss_is_told() -> None:
+    damaged = np.zeros((140, 140), dtype=np.bool_)
+    damaged[:14, 28:42] = True
+    plan = plan_slide(FakeSlide(np.full((140, 140, 3), 240, dtype=np.uint8), damaged=damaged), SPEC)
+    assert plan.coords.tolist() == [[448, 0]]
 
 
 def test_tissue_too_thin_for_any_tile_is_told_with_the_best_share() -> None:

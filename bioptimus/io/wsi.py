@@ -38,6 +38,8 @@ Pixels = npt.NDArray[np.uint8]
 
 # A single level larger than this makes the coarse picture slow enough to be told.
 _LARGE_PX = 10_000
+# The same where the slide is damaged: about one stored tile is lost with each bad spot.
+_DAMAGED_SQUARE_PX = 256
 # Side of the squares of level pixels that a coarse image is put together from: 12 MiB of RGB.
 _STRIP_PX = 2048
 
@@ -70,12 +72,14 @@ class CoarseImage:
         opaque: (H, W) uint8, 0 to 255: how much of each pixel was scanned.
         downsample: (x, y) level-0 pixels per pixel.
         level: Level that was read.
+        damaged: (H, W) true where nothing could be read; None where all could.
     """
 
     pixels: Pixels
     opaque: Pixels
     downsample: tuple[float, float]
     level: int
+    damaged: npt.NDArray[np.bool_] | None = None
 
 
 class Slide:
@@ -221,7 +225,7 @@ class Slide:
         """The slide with its longer side at most ``max_px``; needs no µm/px.
 
         Raises:
-            SlideReadError: No level could be decoded.
+            SlideReadError: Nothing could be decoded.
         """
         downsample = max(1.0, max(self.dimensions) / max_px)
         return self._coarse((downsample, downsample))
@@ -236,11 +240,24 @@ class Slide:
             except SlideReadError as exc:
                 failure = failure or exc
                 log.warning("%s: level %d is damaged, no coarse picture from it", self.name, level)
-        assert failure is not None
-        raise failure
+        # No level is whole, as in a damaged slide of one level: small squares lose least.
+        picture = self._coarse_from(best.level, wanted, square_px=_DAMAGED_SQUARE_PX)
+        if picture.damaged is not None and picture.damaged.all():
+            assert failure is not None
+            raise failure
+        return picture
 
-    def _coarse_from(self, level: int, wanted: tuple[float, float]) -> CoarseImage:
-        """Put the picture together square by square; memory does not grow with the level."""
+    def _coarse_from(
+        self, level: int, wanted: tuple[float, float], *, square_px: int | None = None
+    ) -> CoarseImage:
+        """Put the picture together square by square; memory does not grow with the level.
+
+        Args:
+            level: Where to read.
+            wanted: Level-0 pixels per pixel of the picture.
+            square_px: Side of the squares in level pixels, those that cannot be read being left
+                blank. None: large ones, and a square that cannot be read ends it.
+        """
         width, height = self.level_dimensions[level]
         ratio = [w / d for w, d in zip(wanted, self.level_downsamples[level], strict=True)]
         # A level that is nearly the scale wanted is taken as it is.
@@ -251,14 +268,22 @@ class Slide:
         scale = (width / size[0], height / size[1])
         pixels = np.empty((size[1], size[0], 3), np.uint8)
         opaque = np.empty((size[1], size[0]), np.uint8)
-        step = (max(1, int(_STRIP_PX / scale[0])), max(1, int(_STRIP_PX / scale[1])))
+        damaged = None if square_px is None else np.zeros((size[1], size[0]), np.bool_)
+        side = square_px or _STRIP_PX
+        step = (max(1, int(side / scale[0])), max(1, int(side / scale[1])))
         for top in range(0, size[1], step[1]):
             rows = min(step[1], size[1] - top)
             for left in range(0, size[0], step[0]):
                 columns = min(step[0], size[0] - left)
                 window, offset = _window((left * scale[0], top * scale[1]), scale, (columns, rows))
-                rgb, alpha = self._source.read_opaque(level, *window)
                 place = np.s_[top : top + rows, left : left + columns]
+                try:
+                    rgb, alpha = self._source.read_opaque(level, *window)
+                except SlideReadError:
+                    if damaged is None:
+                        raise
+                    pixels[place], opaque[place], damaged[place] = self.background, 255, True
+                    continue
                 part = (columns, rows)
                 pixels[place] = resample(rgb, offset=offset, scale=scale, size=part)
                 opaque[place] = resample(alpha, offset=offset, scale=scale, size=part)
@@ -267,6 +292,7 @@ class Slide:
             opaque=opaque,
             downsample=(self.dimensions[0] / size[0], self.dimensions[1] / size[1]),
             level=level,
+            damaged=damaged,
         )
 
     def close(self) -> None:
