@@ -1,6 +1,6 @@
 """Checking finished results: is every file whole, is anything missing or left over?"""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def verify(
     if not out.is_dir():
         raise OutputError(f"{out}: no such folder")
     findings: list[Finding] = []
-    good: list[Path] = []
+    results: dict[Path, Result] = {}
     files = rows = 0
     for path in sorted(path for path in out.rglob("*.h5*") if path.is_file()):
         if leftover := _leftover(path):
@@ -79,10 +79,10 @@ def verify(
                 problems = [_without_path(exc, path)]
             else:
                 rows += len(result)
-            good += [] if problems else [path]
+                results[path] = result
             findings += [Finding(path=path, problem=problem) for problem in problems]
     if slides is not None:
-        findings += _missing(out, slides, there={finding.path for finding in findings} | set(good))
+        findings += _against(out, slides, results, {finding.path for finding in findings})
     findings.sort(key=lambda finding: finding.path)
     return Verification(files=files, rows=rows, findings=tuple(findings))
 
@@ -162,33 +162,40 @@ def _blocks(result: Result, name: RowsName, *, deep: bool) -> Iterator[npt.NDArr
         yield result.read(name, first, first + step)
 
 
-def _missing(out: Path, slides: Iterable[SlideInput], *, there: set[Path]) -> list[Finding]:
-    """Results that no file stands for: not even a part or a broken one."""
-    folders = _model_folders(out, there)
-    missing = []
-    if not folders:
-        problem = f"has no result below {out}"
-        return [Finding(path=slide.path, problem=problem) for slide in slides]
+def _against(
+    out: Path, slides: Iterable[SlideInput], results: Mapping[Path, Result], found: set[Path]
+) -> Iterator[Finding]:
+    """Slides without a result (not even a part or a broken one), or changed since."""
+    folders = _model_folders(out, results, found)
     for slide in slides:
+        if not folders:
+            yield Finding(path=slide.path, problem=f"has no result below {out}")
         for folder in folders:
-            path = output_path(folder.parent, folder.name, slide)
-            if path not in there and not path.with_name(path.name + PART_SUFFIX).exists():
+            # What the model's folder is called does not matter here; it may be ".".
+            path = folder / output_path(Path(), "model", slide).relative_to("model")
+            if path in results:
+                if change := _change(slide, results[path]):
+                    yield Finding(path=path, problem=change)
+            elif not found & {path, path.with_name(path.name + PART_SUFFIX)}:
                 problem = f"is missing: there is no result of {slide.path}"
-                missing.append(Finding(path=path, problem=problem))
-    return missing
+                yield Finding(path=path, problem=problem)
 
 
-def _model_folders(out: Path, there: Iterable[Path]) -> list[Path]:
+def _model_folders(out: Path, results: Mapping[Path, Result], found: set[Path]) -> list[Path]:
     """Folders of models: those below ``out``, or ``out`` itself where its results say so."""
-    names = set()
-    for path in there:
-        try:
-            names.add(open_result(path).model.name)
-        except OutputError:
-            continue  # it is among the findings already
-    if out.resolve().name in names:
-        return [out.resolve() if out == Path() else out]
-    return sorted({out / path.relative_to(out).parts[0] for path in there})
+    if out.resolve().name in {result.model.name for result in results.values()}:
+        return [out]
+    return sorted({out / path.relative_to(out).parts[0] for path in {*results, *found}})
+
+
+def _change(slide: SlideInput, result: Result) -> str | None:
+    """Whether the slide is another one by now, as far as its size tells."""
+    if slide.problem is not None or len(slide.files()) > 1:
+        return None
+    now, then = slide.path.stat().st_size, result.attributes.get("slide_size_bytes")
+    if then is None or now == then:
+        return None
+    return f"was made from another file: {slide.path} has {now} bytes now, {then} then"
 
 
 def _without_path(error: OutputError, path: Path) -> str:

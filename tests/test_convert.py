@@ -355,6 +355,17 @@ def test_folders_keep_their_shape_and_flat_trees_refuse_two_of_one_name(tmp_path
     assert not (tmp_path / "clam").exists()
 
 
+def test_an_output_folder_among_the_results_is_not_read_again(tmp_path: Path) -> None:
+    source = tmp_path / "results"
+    make_result(source / "a.h5")
+    for _ in range(2):
+        (done,) = convert([source], source / "trident", to="trident", overwrite=True)
+        assert done.problem is None
+    # Into the very folder of the results: beside them.
+    results = list(convert([source / "a.h5"], source, to="npz"))
+    assert [item.outputs for item in results] == [(source / "a.npz",)]
+
+
 def test_one_bad_file_does_not_stop_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -110,6 +110,11 @@ def test_the_clam_tree_has_the_attributes_of_the_table(path: Path, tmp_path: Pat
         check_attributes(file["coords"].attrs, rows)
 
 
+def test_the_file_is_of_the_oldest_kind_which_every_hdf5_reads(path: Path) -> None:
+    # The byte after the signature: version 0 of the superblock, that of HDF5 1.8 and before.
+    assert path.read_bytes()[:9] == b"\x89HDF\r\n\x1a\n\0"
+
+
 def test_every_format_is_in_the_table() -> None:
     assert list(table("## The formats of other tools")) == list(FORMATS)
 

@@ -124,12 +124,15 @@ def test_deep_reads_what_the_fast_check_leaves_out(out: Path) -> None:
 
 
 def test_slides_without_a_result_are_named_for_each_model(
-    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    out: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slides = tmp_path / "slides"
     for name in ("a.svs", "sub/b.svs", "sub/c.tiff"):
         (slides / name).parent.mkdir(parents=True, exist_ok=True)
-        (slides / name).write_bytes(b"x")
+        (slides / name).write_bytes(bytes(1234))
     (out / "tiny" / "sub" / "c.h5.part").write_bytes(b"")
     assert main(["verify", str(out), "--slides", str(slides)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -138,9 +141,23 @@ def test_slides_without_a_result_are_named_for_each_model(
         f"{out}/other/sub/c.h5: is missing: there is no result of {slides}/sub/c.tiff",
         f"{out}/tiny/sub/c.h5.part: is unfinished; run the same command again to go on with it",
     ]
-    # The folder of one model may be named as well.
+    # The folder of one model may be named as well, also as the working directory.
+    monkeypatch.chdir(out / "tiny")
+    found = verify(Path(), slides=find_inputs([str(slides)]).slides).findings
+    assert [finding.path for finding in found] == [Path("sub/c.h5.part")]
     found = verify(out / "tiny", slides=find_inputs([str(slides)]).slides).findings
     assert [finding.path.name for finding in found] == ["c.h5.part"]
+
+
+def test_a_slide_that_was_exchanged_since_is_found(out: Path, tmp_path: Path) -> None:
+    slide = tmp_path / "a.svs"
+    slide.write_bytes(bytes(1234))
+    inputs = find_inputs([str(slide)]).slides
+    assert verify(out / "tiny", slides=inputs).findings == ()
+    slide.write_bytes(bytes(1235))
+    (finding,) = verify(out / "tiny", slides=inputs).findings
+    assert finding.path == out / "tiny" / "a.h5"
+    assert finding.problem == (f"was made from another file: {slide} has 1235 bytes now, 1234 then")
 
 
 def test_an_empty_output_folder_lacks_every_slide(tmp_path: Path) -> None:

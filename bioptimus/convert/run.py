@@ -76,8 +76,12 @@ class Conversion:
     needed_bytes: int = 0
 
 
-def find_results(arguments: Sequence[Path]) -> dict[Path, PurePath]:
+def find_results(arguments: Sequence[Path], *, exclude: Path | None = None) -> dict[Path, PurePath]:
     """Result files, each with its path below the folder given.
+
+    Args:
+        arguments: Files and folders.
+        exclude: A folder within those folders not to search, such as the output folder.
 
     Raises:
         UsageError: A folder holds none, or a path is not there.
@@ -85,7 +89,12 @@ def find_results(arguments: Sequence[Path]) -> dict[Path, PurePath]:
     found: dict[Path, PurePath] = {}
     for argument in arguments:
         if argument.is_dir():
-            paths = sorted(path for path in argument.rglob(f"*{RESULT_SUFFIX}") if path.is_file())
+            apart = exclude if exclude and not _same(exclude, argument) else None
+            paths = sorted(
+                path
+                for path in argument.rglob(f"*{RESULT_SUFFIX}")
+                if path.is_file() and not (apart and _is_below(path, apart))
+            )
             if not paths:
                 raise UsageError(f"{argument}: no result files ({RESULT_SUFFIX}) in this folder")
             found |= {path: PurePath(path.relative_to(argument)) for path in paths}
@@ -94,6 +103,14 @@ def find_results(arguments: Sequence[Path]) -> dict[Path, PurePath]:
         else:
             raise UsageError(f"{argument}: no such file or folder")
     return found
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return folder.resolve() in path.resolve().parents
 
 
 def convert(
@@ -125,7 +142,7 @@ def convert(
     chosen = options or ConvertOptions()
     plans = [
         _plan(source, relative, FORMATS[to], chosen)
-        for source, relative in find_results(arguments).items()
+        for source, relative in find_results(arguments, exclude=out).items()
     ]
     _refuse_collisions(plans)
     for plan in plans:
