@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Annotated, TextIO
 
 import typer
@@ -52,6 +53,10 @@ def _root(
     _log_to_stderr(logging.DEBUG if verbose else logging.WARNING)
 
 
+_SETTINGS: dict[Callable[..., object], dict[str, object]] = {
+    submit.submit: submit.CONTEXT_SETTINGS,
+}
+
 # Help shows them in this order.
 for command in (
     embed.embed,
@@ -64,7 +69,7 @@ for command in (
     submit.submit,
     doctor.doctor,
 ):
-    app.command()(command)
+    app.command(context_settings=_SETTINGS.get(command))(command)
 
 
 def main(arguments: list[str] | None = None) -> int:

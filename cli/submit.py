@@ -12,7 +12,7 @@ import typer
 from bioptimus.errors import UsageError
 
 # What follows the action belongs to it, options and all.
-CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+CONTEXT_SETTINGS: dict[str, object] = {"allow_interspersed_args": False}
 
 
 class Action(StrEnum):

@@ -137,8 +137,8 @@ class SlurmCluster:
         ]
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for up to a minute; fail with the daemons' logs."""
-        deadline = time.monotonic() + 60
+        """Wait for some time; fail with the daemons' logs."""
+        deadline = time.monotonic() + 100
         while not condition():
             dead = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
             if dead or time.monotonic() > deadline:

@@ -1,0 +1,128 @@
+"""``bioptimus submit``: mistakes show before anything is queued, and the job does its work."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import pytest
+
+from bioptimus.batch.inputs import find_inputs
+from cli.main import main
+from tests.conftest import EXAMPLE_SLIDE, ROOT
+from tests.slurm import SlurmCluster, missing_for_slurm
+
+
+@pytest.fixture
+def cohort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with ``my slides`` in it: four slides in two folders, one other file."""
+    for name in ("a/1.svs", "a/2.svs", "b/1.svs", "b/3 x.svs"):
+        path = tmp_path / "my slides" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(EXAMPLE_SLIDE, path)
+    (tmp_path / "my slides" / "notes.xlsx").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name != "my slides")
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_dry_run_shows_the_script_and_writes_nothing(
+    cohort: Path, capsys: pytest.CaptureFixture[str], at_end: bool
+) -> None:
+    ask = ["--tasks", "3", "-p", "gpu", "--gpus", "1", "--time", "2-00", "--job-folder", "job 1"]
+    words = ["embed", "my slides", "--out", "my results"]
+    words = [*ask, *words, "--dry-run"] if at_end else [*ask, "--dry-run", *words]
+    assert main(["submit", *words]) == 0
+    shown = capsys.readouterr()
+    assert written(cohort) == []
+    assert "#SBATCH --array=1-3\n" in shown.out
+    assert "#SBATCH --partition=gpu\n#SBATCH --time=2-00\n#SBATCH --gres=gpu:1\n" in shown.out
+    assert f"    '{cohort}/job 1/slides.csv' \\\n    --shard auto \\\n" in shown.out
+    assert shown.out.endswith("    --out 'my results'\n")
+    assert "4 slides in 3 tasks; nothing submitted" in shown.err
+    assert "notes.xlsx: unknown extension" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["embed", "my slides", "--no-such-option"], "--no-such-option"),
+        (["embed", "my slides", "--batch-size", "many"], "valid integer"),
+        (["embed", "--out", "o", "my slides"], "give the slides right after embed"),
+        (["embed", "my slides", "--out", "o", "my slides/a"], "right after embed"),
+        (["embed", "my slides", "--shard", "1/2"], "use --tasks"),
+        (["embed", "--out", "o"], "Missing argument"),
+        (["embed"], "Missing argument"),
+        (["view", "my slides"], "view"),
+        (["--tasks", "0", "embed", "my slides"], "--tasks 0"),
+        (["--gpus", "all", "embed", "my slides"], "--gpus all"),
+        (["embed", "my slides/*.ndpi"], "no slide matches"),
+    ],
+)
+def test_mistake_shows_before_anything_is_written(
+    cohort: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["submit", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert written(cohort) == []
+
+
+def test_without_slurm_the_job_is_written_to_be_submitted_elsewhere(
+    cohort: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(cohort))
+    assert main(["submit", "--job-folder", "job", "embed", "my slides"]) == 1
+    assert "submit it where it is: sbatch " in capsys.readouterr().err
+    assert written(cohort / "job") == ["job.sh", "logs", "slides.csv"]
+    found = find_inputs([cohort / "my slides"]).slides
+    frozen = find_inputs([cohort / "job" / "slides.csv"]).slides
+    assert [(s.path, s.relative) for s in frozen] == [(s.path, s.relative) for s in found]
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    if lacking := missing_for_slurm():
+        pytest.skip(lacking)
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.mark.slow
+def test_submitted_job_embeds_every_slide_once(cohort: Path, slurm: SlurmCluster) -> None:
+    command = [sys.executable, "-m", "cli", "submit", "--tasks", "2", "--cpus", "1", "embed"]
+    command += ["my slides", "--out", "my results", "--device", "cpu", "--tile-mpp", "2"]
+    command += ["--min-tissue", "0", "--workers", "1"]
+    done = subprocess.run(
+        command,
+        env=slurm.environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    number = done.stdout.strip()
+    assert number.isdecimal()
+    slurm.wait_for(
+        lambda: (
+            not {"PENDING", "RUNNING", "COMPLETING"}
+            & {state.split()[0] for state in slurm.states(number)}
+        ),
+        "the job",
+    )
+    (folder,) = (cohort / "bioptimus-jobs").iterdir()
+    logs = [path.read_text() for path in (folder / "logs").iterdir()]
+    assert slurm.states(number) == ["COMPLETED 0"] * 2, logs
+    names = ["a/1.h5", "a/2.h5", "b/1.h5", "b/3 x.h5"]
+    results = cohort / "my results" / "lite0"
+    assert sorted(p.relative_to(results).as_posix() for p in results.rglob("*.*")) == names
+    for name in names:
+        with h5py.File(results / name) as file:
+            assert file.attrs["complete"]
+            assert len(file["features"]) == 12
+        assert sum(f"my results/lite0/{name}" in log for log in logs) == 1
