@@ -521,7 +521,7 @@ def test_mode_that_the_model_cannot_answer_is_refused_at_once() -> None:
 def test_10000_requests_with_cancellations_failures_and_a_late_shutdown_all_end(seed: int) -> None:
     """Whatever happens, each caller gets an answer, an error or its cancellation."""
     chance = random.Random(seed)
-    count = 5_000
+    count = 10_000
 
     def before(number: int) -> None:
         if number % 7 == 3:
@@ -557,4 +557,70 @@ def test_10000_requests_with_cancellations_failures_and_a_late_shutdown_all_end(
     assert {ModelResponse, _ForwardError, RequestError, asyncio.CancelledError} <= seen
     assert batcher._unanswered == set()
     assert batcher._dead == 0
+    batcher.shutdown(wait=True)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_shutdown_at_any_moment_leaves_no_caller_waiting(as_json: bool) -> None:
+    """Two threads end the scheduler while it prepares, waits, sends or answers."""
+    model, _ = fake_model()
+    one = ModelRequest.from_json(request(1).to_json()) if as_json else request(1)
+
+    async def work(number: int) -> list[Any]:
+        batcher = scheduler(model, size=3, wait=number % 4 / 2)
+        tasks = [asyncio.create_task(batcher.predict(one)) for _ in range(10)]
+        for _ in range(number % 13):
+            await asyncio.sleep(0)
+        closers = [threading.Thread(target=batcher.shutdown) for _ in range(2)]
+        for closer in closers:
+            closer.start()
+        answers = await settle(tasks)
+        for closer in closers:
+            closer.join()
+        batcher.shutdown(wait=True)
+        return answers
+
+    for number in range(60):
+        answers = run(work(number))
+        assert {type(answer) for answer in answers} <= {ModelResponse, SchedulerClosedError}
+
+
+def test_time_spent_waiting_for_cancelled_tiles_is_not_added_to_the_next() -> None:
+    """The clock follows the oldest tile that is still wanted."""
+
+    async def work() -> None:
+        first = start(batcher, 0)
+        await asyncio.sleep(0)
+        first[0].cancel()
+        await settle(first)
+        others = start(batcher, 1, 2)
+        await settle(others)
+
+    model, runner = fake_model()
+    batcher = scheduler(model, size=10, wait=20.0)
+    run(work())
+    assert runner.batches == [2]
+    batcher.shutdown(wait=True)
+
+
+def test_many_encoded_requests_use_all_preparing_threads_and_all_come_back() -> None:
+    names: set[str] = set()
+    together = threading.Barrier(3, timeout=DEADLINE_S)
+    model, _ = fake_model()
+
+    class Named(BaseServerModel):
+        def prepare_sample(self, request: ModelRequest) -> PreparedSample:
+            if threading.current_thread().name not in names:
+                names.add(threading.current_thread().name)
+                together.wait()
+            return super().prepare_sample(request)
+
+    model = Named.from_runner(EMBEDDING, FakeRunner(EMBEDDING))
+    batcher = scheduler(model, size=10, preprocess_workers=3)
+
+    async def work() -> list[Any]:
+        return await settle(start(batcher, *range(100)))
+
+    assert [answer.x for answer in run(work())] == list(range(100))
+    assert len(names) == 3
     batcher.shutdown(wait=True)

@@ -147,24 +147,29 @@ def test_empty_batch_asks_nothing_of_the_model() -> None:
 
 
 def test_answers_outlive_the_next_batch() -> None:
-    """Assembly buffers are used again; a response must not be a window into one."""
-    spec = ModelSpec(
-        name="floats",
-        tile=TileSpec(size_px=SIZE),
-        input_layout="nchw_float32",
-        embedding_dim=3 * SIZE * SIZE,
-    )
+    """Assembly buffers are used again; an answer must not be a window into one."""
+    spec = RNA.with_(omics_transform=None)
+    model = BulkRNAServerModel.from_runner(spec, GivenRunner(echo_rna))  # gives its input back
+    (first,) = answer(model, [rna_request([1.0] * GENES)], "prediction")
+    answer(model, [rna_request([2.0] * GENES)], "prediction")
+    assert first.output.tolist() == [1.0] * GENES
 
+
+def test_float_tiles_of_a_subclass_are_taken_as_they_are() -> None:
     class Floats(BaseServerModel):
         def prepare_sample(self, request: ModelRequest) -> PreparedSample:
-            return PreparedSample(super().prepare_sample(request).tile.to(torch.float32))
+            tile = super().prepare_sample(request).tile
+            number = torch.tensor(request.x)
+            return PreparedSample(tile.to(torch.float32) - 1, {"number": number})
 
-    # contiguous() of one tile of one channel layout is the buffer itself: the worst case.
-    model = Floats.from_runner(spec, GivenRunner(lambda tiles: tiles.flatten(1)))
-    (first,) = answer(model, [request(1)])
-    kept = first.output.copy()
-    answer(model, [request(2)])
-    assert np.array_equal(first.output, kept)
+    runner = GivenRunner(lambda tiles, numbers: tiles.mean((2, 3)))
+    model = Floats.from_runner(EMBEDDING.with_(input_layout="nchw_float32"), runner)
+    answer(model, [request(1), request(2)])
+    tiles, numbers = runner.inputs[0]
+    assert np.array_equal(tiles[1].numpy(), pixels(2).transpose(2, 0, 1).astype(np.float32) - 1)
+    assert numbers.tolist() == [1, 2]
+    with pytest.raises(_ForwardError, match=r"takes uint8 tiles, got torch\.float32"):
+        answer(Floats.from_runner(EMBEDDING, runner), [request(1)])
 
 
 @pytest.mark.parametrize("mode", ["prediction", "prediction_with_embedding"])

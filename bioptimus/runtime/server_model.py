@@ -299,8 +299,8 @@ class BaseServerModel:
         # numpy's copy, not torch's: torch would start its thread team for every tile, which costs
         # more than the copy and spins against the threads that read tiles.
         target = batch.numpy()
-        for place, row in zip(target, rows, strict=True):
-            place[...] = row.numpy()
+        for place, row in enumerate(rows):
+            target[place] = row.numpy()
         if self._device.type == "cpu":
             return batch
         return batch.to(self._device, non_blocking=True)
