@@ -504,6 +504,48 @@ def test_batch_size_may_be_lowered_at_any_time() -> None:
     batcher.shutdown(wait=True)
 
 
+def test_batch_is_put_together_when_the_model_is_free_for_it_not_before() -> None:
+    """What changes while a pass runs, such as the batch size, holds for the very next batch."""
+    entered, release = threading.Event(), threading.Event()
+
+    def before(_: int) -> None:
+        entered.set()
+        assert release.wait(DEADLINE_S)
+
+    async def work() -> None:
+        tasks = start(batcher, *range(8))
+        await asyncio.to_thread(entered.wait, DEADLINE_S)
+        batcher.max_batch_size = 8
+        tasks += start(batcher, *range(8, 12))
+        await asyncio.sleep(0)
+        release.set()
+        await settle(tasks)
+
+    model, runner = fake_model(before=before)
+    batcher = scheduler(model, batches_in_flight=1)
+    run(work())
+    assert runner.batches == [4, 8]
+    batcher.shutdown(wait=True)
+
+
+def test_clock_is_not_set_back_by_what_happens_meanwhile() -> None:
+    async def work() -> None:
+        tasks = start(batcher, 0)
+        await asyncio.sleep(0)
+        assert batcher._timer is not None
+        due = batcher._timer.when()
+        await asyncio.sleep(0.002)
+        batcher._pump()
+        assert batcher._timer.when() == due
+        batcher.flush()
+        await settle(tasks)
+
+    model, _ = fake_model()
+    batcher = scheduler(model)
+    run(work())
+    batcher.shutdown(wait=True)
+
+
 def test_numbers_out_of_range_are_refused() -> None:
     model, _ = fake_model()
     for wrong in ({"max_batch_size": 0}, {"max_wait_ms": -1.0}, {"preprocess_workers": 0}):

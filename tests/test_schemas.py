@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import struct
+import tracemalloc
 import zlib
 from io import BytesIO
 from typing import Any
@@ -127,33 +128,41 @@ def test_image_that_is_no_8_bit_rgb_png_is_refused_with_its_kind(data: bytes, wo
         request.pixels()
 
 
-def bomb(width: int, height: int) -> bytes:
+def png_around(width: int, height: int, stream: bytes) -> bytes:
+    """A PNG that claims a size, with any bytes for its pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1 << 20))), (b"IEND", b"")]
     return png.SIGNATURE + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
+        for kind, data in ((b"IHDR", header), (b"IDAT", stream), (b"IEND", b""))
     )
 
 
 def test_decompression_bomb_is_refused_from_its_header() -> None:
-    request = ModelRequest(image_data=base64.b64encode(bomb(100_000, 100_000)).decode())
+    stream = zlib.compress(bytes(1 << 20))
+    request = ModelRequest(image_data=base64.b64encode(png_around(10**5, 10**5, stream)).decode())
     with pytest.raises(RequestError, match="100000 x 100000 px; at most"):
         request.pixels()
-    request = ModelRequest(image_data=base64.b64encode(bomb(8_000, 8_000)).decode())
+    request = ModelRequest(image_data=base64.b64encode(png_around(8000, 8000, stream)).decode())
     with pytest.raises(RequestError, match="8000 x 8000 px, the model takes 16 x 16"):
         request.pixels(size=(16, 16))
 
 
-def test_stored_stream_longer_than_the_header_says_is_refused() -> None:
-    header = struct.pack(">IIBBBBB", 2, 2, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(10_000), 0)), (b"IEND", b"")]
-    data = png.SIGNATURE + b"".join(
-        struct.pack(">I", len(part)) + kind + part + struct.pack(">I", zlib.crc32(kind + part))
-        for kind, part in chunks
-    )
+def test_stream_longer_than_the_header_says_is_refused() -> None:
+    with pytest.raises(RequestError, match="corrupt or truncated"):
+        png.decode(png_around(2, 2, zlib.compress(bytes(10_000), 0)))
+
+
+def test_bomb_behind_a_stored_beginning_takes_no_memory() -> None:
+    press = zlib.compressobj(9, zlib.DEFLATED, -15)
+    rest = press.compress(bytes(1 << 26)) + press.flush()
+    stream = b"\x78\x01" + b"\x00\x01\x00\xfe\xff\x00" + rest + bytes(4)
+    data = png_around(2, 2, stream)
+    tracemalloc.start()
     with pytest.raises(RequestError, match="corrupt or truncated"):
         png.decode(data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 22
 
 
 @settings(max_examples=300, deadline=None)
