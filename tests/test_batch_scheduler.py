@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -22,7 +24,7 @@ from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.types import InferenceMode
 from bioptimus.runtime.batch_scheduler import BatchScheduler
 from bioptimus.runtime.server_model import BaseServerModel, PreparedSample
-from tests.models import BOTH, EMBEDDING, FakeRunner, fake_model, mean_colour, request
+from tests.models import BOTH, EMBEDDING, FakeRunner, fake_model, mean_colour, pixels, request
 
 # Longer than any test takes: a batch that leaves in time did so for another reason.
 NEVER_MS = 3_600_000.0
@@ -125,6 +127,43 @@ def test_flush_waits_for_requests_that_are_being_prepared() -> None:
     batcher = scheduler(model)
     run(work())
     assert runner.batches == [3]
+    batcher.shutdown(wait=True)
+
+
+def test_flush_does_not_wait_for_a_request_that_turns_out_malformed() -> None:
+    async def work() -> list[Any]:
+        good = start(batcher, 0)
+        bad = asyncio.create_task(batcher.predict(ModelRequest(image_data="AAAA")))
+        await asyncio.sleep(0)
+        batcher.flush()
+        return await settle([*good, bad])
+
+    model, runner = fake_model()
+    batcher = scheduler(model)
+    good, bad = run(work())
+    assert runner.batches == [1]
+    assert (type(good), type(bad)) == (ModelResponse, RequestError)
+    batcher.shutdown(wait=True)
+
+
+def test_pixels_of_a_cancelled_caller_are_let_go_while_its_place_is_still_queued() -> None:
+    async def work() -> None:
+        tile = pixels(1)
+        kept = weakref.ref(tile)
+        task = asyncio.create_task(batcher.predict(ModelRequest.from_pixels(tile)))
+        await asyncio.sleep(0)
+        del tile
+        assert kept() is not None
+        task.cancel()
+        await settle([task])
+        del task
+        gc.collect()
+        assert len(batcher._waiting) == 1
+        assert kept() is None
+
+    model, _ = fake_model()
+    batcher = scheduler(model)
+    run(work())
     batcher.shutdown(wait=True)
 
 

@@ -110,7 +110,7 @@ class _Entry:
     __slots__ = ("arrival", "future", "request", "sample", "stage")
 
     def __init__(self, request: ModelRequest, future: "asyncio.Future[ModelResponse]") -> None:
-        self.request = request
+        self.request: ModelRequest | None = request
         self.future = future
         self.sample: PreparedSample | None = None
         self.stage = _Stage.PREPARING
@@ -230,12 +230,16 @@ class BatchScheduler:
             self._preparing += 1
             self._unprepared.append(entry)
             self._start_preparer()
+        # A cancelled future keeps its traceback, that keeps this frame, and this frame the pixels.
+        del request
         try:
             return await entry.future
         finally:
             self._unanswered.discard(entry)
-            # Cancelled: the entry still lies in the queue, its pixels need not.
+            # Cancelled: the entry still lies in the queue, its pixels need not. In this order:
+            # a forward thread that finds the sample has found the request before.
             entry.sample = None
+            entry.request = None
             if entry.stage is _Stage.WAITING:
                 entry.stage = _Stage.GONE
                 self._dead += 1
@@ -316,9 +320,10 @@ class BatchScheduler:
             except IndexError:
                 break
             error: RequestError | None = None
-            if not entry.future.done():
+            request = entry.request
+            if request is not None and not entry.future.done():
                 try:
-                    entry.sample = self._prepare(entry.request)
+                    entry.sample = self._prepare(request)
                 except RequestError as exc:
                     error = exc
                 except BaseException as exc:  # noqa: BLE001 - no one else looks at this thread
@@ -441,16 +446,17 @@ class BatchScheduler:
     def _forward(self, entries: list[_Entry]) -> Sequence[ModelResponse]:
         # A caller cancelled since takes its sample away, at any moment: look at each once.
         samples: list[PreparedSample] = []
+        requests: list[ModelRequest] = []
         kept: list[_Entry] = []
         for entry in entries:
-            sample = entry.sample
-            if sample is not None:
+            request, sample = entry.request, entry.sample
+            if request is not None and sample is not None:
                 samples.append(sample)
+                requests.append(request)
                 kept.append(entry)
         entries[:] = kept
         if not kept:
             return []
-        requests = [entry.request for entry in kept]
         responses = self._model.forward_batch(samples, requests, self.mode)
         if len(responses) != len(entries):
             raise _ForwardError(
