@@ -18,8 +18,10 @@ import torch
 from bioptimus.runtime.builtin import weights_path
 from bioptimus.runtime.lite0 import lite0_from_weights
 from bioptimus.tiles import TileSpec, plan_tiles
+from bioptimus.verify import verify
 from tests.conftest import EXAMPLE_SLIDE
 from tests.slides import write_pyramid
+from tests.test_hdf5_contract import check_attributes, table
 
 TILES_OF_EXAMPLE = 140
 
@@ -73,6 +75,14 @@ def test_file_holds_what_its_contract_says(embedded: Path) -> None:
         assert coords.attrs["overlap"] == 0
         assert coords.attrs["name"] == "CMU-1-Small-Region"
         assert (coords.attrs["level0_width"], coords.attrs["level0_height"]) == (2220, 2967)
+
+
+def test_file_passes_verify_and_holds_only_what_the_docs_tell(embedded: Path) -> None:
+    assert verify(embedded.parent, deep=True).findings == ()
+    with h5py.File(embedded) as file:
+        assert set(file) <= set(table("## Objects"))
+        check_attributes(file.attrs, table("## Attributes of the root"))
+        check_attributes(file["coords"].attrs, table("## Attributes of `coords`"))
 
 
 def _reference_tiles(path: Path, coords: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
