@@ -86,8 +86,6 @@ def _show_table(result: "RunResult") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from cli.progress import slide_line
-
     console = Console(stderr=True, soft_wrap=True)
     if not result.reports:
         console.print("nothing to do: this share of the inputs is empty", highlight=False)
@@ -107,10 +105,10 @@ def _show_table(result: "RunResult") -> None:
                 report.reason,
             )
         console.print(table)
-    elif any(report.state == "failed" for report in result.reports):
+    else:
         for report in result.reports:
             if report.state == "failed":
-                console.print(slide_line(report.slide, report), markup=False, highlight=False)
+                console.print(f"failed: {report.reason}", markup=False, highlight=False)
     counts: dict[str, int] = {}
     for report in result.reports:
         counts[report.state] = counts.get(report.state, 0) + 1

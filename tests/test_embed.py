@@ -182,7 +182,7 @@ BAD_INPUTS = {
     "broken/unopenable.tiff": "compression",
     "broken/broken.svs": "not a",
     "aperio/jp2k-no-mpp.svs": "--mpp-override",
-    "generic-tiff/boxes.tiff": "352.8",
+    "generic-tiff/boxes.tiff": "352.778",
 }
 
 
