@@ -417,7 +417,7 @@ def _read_compiled(
         machine=machine,
         system=str(facts.get("AOTI_PLATFORM", "")),
         compute_capability=str(facts.get("AOTI_COMPUTE_CAPABILITY", "")),
-        spec=ModelSpec.from_dict(own["spec"]) if "spec" in own else None,
+        spec=ModelSpec.from_dict(own["spec"]) if own.get("spec") else None,
         source_sha256=str(own.get("source_sha256", "")),
         library=libraries[0],
         needs_proxy=any(

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,13 +15,16 @@ from torch.export import Dim, ExportedProgram
 
 from bioptimus.errors import CheckpointError
 from bioptimus.models.types import ModelSpec
-from bioptimus.runtime.archive import DESCRIPTION
+from bioptimus.runtime.archive import DESCRIPTION, TensorSpec
 from bioptimus.runtime.cache import beside
 from bioptimus.runtime.fitting import expected_inputs
 
 log = logging.getLogger(__name__)
 
 LARGEST_BATCH = 1024
+
+LOWEST_COSINE = {"fp32": 0.9999, "bf16": 0.999, "fp16": 0.999}
+"""What a program's outputs must reach against the model it was made from, by precision."""
 
 
 def trace(module: nn.Module, spec: ModelSpec, *, device: str = "cpu") -> ExportedProgram:
@@ -93,3 +96,31 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         yield
+
+
+def random_inputs(specs: Sequence[TensorSpec], *, rows: int) -> list[torch.Tensor]:
+    """Inputs of the shapes given, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = []
+    for spec in specs:
+        shape = (rows, *spec.shape)
+        if spec.dtype == "uint8":
+            inputs.append(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
+        else:
+            # As log1p of expression values, and as normalised pixels in size.
+            inputs.append(torch.rand(shape, generator=generator) * 3)
+    return inputs
+
+
+def worst_cosine(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+    """The least cosine between the rows of two runs; -1 where shapes differ or values are NaN."""
+    worst = 1.0
+    for want, have in zip(wanted, found, strict=True):
+        if want.shape != have.shape or not torch.isfinite(have).all():
+            return -1.0
+        a, b = want.flatten(1).double(), have.flatten(1).double()
+        cosine = torch.nn.functional.cosine_similarity(a, b)
+        # Two rows of zeros are the same, though they have no direction.
+        cosine[(a == b).all(1)] = 1.0
+        worst = min(worst, float(cosine.min())) if len(cosine) else worst
+    return worst

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ from bioptimus.runtime.archive import ArchiveInfo, file_sha256, inspect_archive
 from bioptimus.runtime.fitting import check_fit, fit_spec
 
 if TYPE_CHECKING:
+    from bioptimus.runtime.runners import Runner
     from bioptimus.runtime.server_model import BaseServerModel
+
+log = logging.getLogger(__name__)
 
 MODEL_ROOT = Path("/opt/ml/model")
 """Where serving containers of the SageMaker convention mount checkpoints."""
@@ -98,6 +102,7 @@ def build_server_model(
     assets_root: str | Path | None = None,
     *,
     sha256: str | None = None,
+    use_compiled: bool = True,
 ) -> BaseServerModel:
     """Load a model.
 
@@ -109,6 +114,8 @@ def build_server_model(
         device: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for a GPU where there is one.
         assets_root: Folder where checkpoints lie; ``/opt/ml/model`` if not given.
         sha256: What the file's digest must be.
+        use_compiled: Run the compiled twin that ``bioptimus models compile`` made for this
+            machine, if there is one.
 
     Returns:
         The model, of the class that its specification asks for.
@@ -127,9 +134,32 @@ def build_server_model(
         kind = server_model.MaskServerModel
     elif choice.spec.rna_dim:
         kind = server_model.BulkRNAServerModel
-    return kind(
-        choice.spec, choice.checkpoint.name, wanted_device(device), choice.checkpoint.parent
-    )
+    device = wanted_device(device)
+    path = choice.checkpoint
+    if use_compiled and (runner := _compiled_twin(choice, device)):
+        return kind.from_runner(choice.spec, runner, checkpoint_path=path)
+    return kind(choice.spec, path.name, device, path.parent)
+
+
+def _compiled_twin(choice: ModelChoice, device: str) -> Runner | None:
+    from bioptimus.runtime.compilation import find_compiled
+    from bioptimus.runtime.runners import check_device, open_runner
+
+    info = inspect_archive(choice.checkpoint)
+    if info.kind == "compiled":
+        return None
+    check_device(info, device)
+    path = find_compiled(choice.checkpoint, device=device)
+    if path is None:
+        return None
+    try:
+        runner = open_runner(path, device=device, spec=choice.spec)
+    except CheckpointError as exc:
+        # It can be made again and the portable file runs: no reason to stop.
+        log.warning("%s; using %s", exc, choice.checkpoint)
+        return None
+    log.info("%s: runs compiled, from %s", choice.name, path)
+    return runner
 
 
 def wanted_device(device: str) -> str:

@@ -280,20 +280,44 @@ def open_runner(path: Path, *, device: str, spec: ModelSpec) -> Runner:
             takes or gives something else than the spec says.
         UsageError: The device is not there.
     """
-    info = inspect_archive(path)
-    check_machine(info)
-    _check_device(info, device)
+    info = _inspect_for(path, device)
     signature = info.signature or signature_of(spec)
     fitted = fit_spec(spec, signature)
     check_fit(path, fitted, signature)
-    adapt = adapter(fitted, signature)
+    return _load(info, signature, device=device, adapt=adapter(fitted, signature))
+
+
+def load_runner(path: Path, *, device: str) -> Runner:
+    """Load a ``.pt2`` as it is, whatever it takes and gives; for comparing programs.
+
+    Raises:
+        CheckpointError: As :func:`open_runner`; also for a compiled file that does not say what
+            it takes.
+        UsageError: The device is not there.
+    """
+    info = _inspect_for(path, device)
+    if info.signature is None:
+        raise CheckpointError(f"{path}: does not say what it takes")
+    return _load(info, info.signature, device=device, adapt=tuple)
+
+
+def _inspect_for(path: Path, device: str) -> ArchiveInfo:
+    info = inspect_archive(path)
+    check_machine(info)
+    check_device(info, device)
+    return info
+
+
+def _load(
+    info: ArchiveInfo, signature: Signature, *, device: str, adapt: Callable[[Tensors], Tensors]
+) -> Runner:
     slots = default_slots(device)
     with LOADING:
         if info.kind == "compiled":
             from bioptimus.runtime.compiled import CompiledRunner
 
             return CompiledRunner(info, signature, device=device, slots=slots, adapt=adapt)
-        module = _load_portable(path, device)
+        module = _load_portable(info.path, device)
     return PortableRunner(module, signature, device=device, slots=slots, adapt=adapt)
 
 
@@ -311,7 +335,13 @@ def _load_portable(path: Path, device: str) -> torch.nn.Module:
         raise CheckpointError(f"{path}: torch cannot load it: {first_line(exc)}") from exc
 
 
-def _check_device(info: ArchiveInfo, device: str) -> None:
+def check_device(info: ArchiveInfo, device: str) -> None:
+    """Refuse a device that is not there, or that the file was not made for.
+
+    Raises:
+        UsageError: No such device on this machine.
+        CheckpointError: The file was compiled for another device or GPU architecture.
+    """
     import torch
 
     kind = device.split(":")[0]

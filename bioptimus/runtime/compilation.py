@@ -1,0 +1,190 @@
+"""Compiled twins of portable files, for this machine, in the user's cache.
+
+The portable file is what people keep. A compiled one is faster (a quarter to a third on a CPU),
+fits one kind of processor or GPU and one torch, and can be made again at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from bioptimus.errors import CheckpointError, UsageError
+from bioptimus.runtime.archive import (
+    DESCRIPTION_KEY,
+    ArchiveInfo,
+    file_sha256,
+    inspect_archive,
+    processor_features,
+)
+from bioptimus.runtime.cache import beside, cache_folder
+
+log = logging.getLogger(__name__)
+
+Isa = Literal["native", "avx2"]
+
+# Best first: what this processor can do → its place in the name of the cached file.
+_ISA_NAMES = (
+    ("AMX_TILE", "amx"),
+    ("AVX512_VNNI", "avx512vnni"),
+    ("AVX512F", "avx512"),
+    ("AVX2", "avx2"),
+)
+
+
+def compiled_path(source: Path, *, device: str, isa: Isa = "native") -> Path:
+    """Where the compiled twin of a portable file lies, made or not.
+
+    Args:
+        source: The portable file.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        isa: ``native``, or ``avx2`` for a file that any AVX2 machine of a cluster can run.
+    """
+    import torch
+
+    info = inspect_archive(source)
+    precision = info.spec.precision if info.spec else "asis"
+    parts = [file_sha256(source), f"torch{torch.__version__}", _target(device, isa), precision]
+    return cache_folder("compiled") / ("-".join(parts) + ".pt2")
+
+
+def find_compiled(source: Path, *, device: str) -> Path | None:
+    """The compiled twin of a portable file for this machine, if somebody made one."""
+    for isa in ("native", "avx2"):
+        path = compiled_path(source, device=device, isa=isa)
+        if path.exists():
+            return path
+    return None
+
+
+def compile_portable(
+    source: Path, *, device: str = "cpu", isa: Isa = "native", again: bool = False
+) -> Path:
+    """Compile a portable file for this machine, into the cache.
+
+    The compiled program must give what the portable one gives before it gets its name.
+
+    Args:
+        source: The portable file.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        isa: ``native``, or ``avx2`` for a file that any AVX2 machine of a cluster can run.
+        again: Compile even if the file is there.
+
+    Returns:
+        Path of the compiled file.
+
+    Raises:
+        UsageError: It is compiled already, or the device is not there.
+        CheckpointError: No compiler, a program that cannot be compiled, or other results.
+    """
+    import torch
+
+    info = inspect_archive(source)
+    if info.kind == "compiled":
+        raise UsageError(f"{source}: is compiled already; give the portable file")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"device {device}: torch sees no NVIDIA GPU here; use --device cpu")
+    path = compiled_path(source, device=device, isa=isa)
+    if path.exists() and not again:
+        return path
+    if not _compiler():
+        raise CheckpointError(
+            "no C++ compiler (g++) found, which compiling needs; the portable file runs without"
+        )
+    folder = beside(path)
+    temporary = folder / "model.pt2"
+    try:
+        folder.mkdir()
+        _compile(info, temporary, device=device, isa=isa)
+        _compare(source, temporary, device=device)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as exc:
+        raise CheckpointError(f"{path}: cannot be written: {exc}") from exc
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return path
+
+
+def _target(device: str, isa: Isa) -> str:
+    if device != "cpu":
+        import torch
+
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"sm{major}{minor}"
+    machine = platform.machine()
+    if isa == "avx2":
+        return f"{machine}-avx2"
+    have = processor_features()
+    best = next((name for flag, name in _ISA_NAMES if flag in have), "")
+    return f"{machine}-{best}" if best else machine
+
+
+def _compiler() -> str | None:
+    chosen = os.environ.get("CXX")
+    return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("clang++")
+
+
+def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
+    import torch
+
+    from bioptimus.runtime.export import quiet
+    from bioptimus.runtime.runners import first_line
+
+    if info.signature is None:  # only foreign compiled files have none
+        raise CheckpointError(f"{info.path}: its inputs are not known")
+    description = {
+        "spec": info.spec.to_dict() if info.spec else None,
+        "signature": info.signature.to_dict(),
+        "torch": torch.__version__,
+        "source_sha256": file_sha256(info.path),
+    }
+    options: dict[str, object] = {
+        # Else the optional runtime check refuses batches of one.
+        "aot_inductor.check_lowerbound": False,
+        "aot_inductor.metadata": {DESCRIPTION_KEY: json.dumps(description)},
+    }
+    if device == "cpu":
+        options["freezing"] = True
+        if isa == "avx2":
+            options |= {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}
+    try:
+        with quiet():
+            program = torch.export.load(info.path)
+            if device != "cpu":
+                from torch.export.passes import move_to_device_pass
+
+                program = move_to_device_pass(program, device)
+            with torch.no_grad():
+                torch._inductor.aoti_compile_and_package(
+                    program, package_path=str(path), inductor_configs=options
+                )
+    except Exception as exc:  # torch documents no error types; this is its border
+        raise CheckpointError(f"{info.path}: cannot be compiled: {first_line(exc)}") from exc
+
+
+def _compare(source: Path, compiled: Path, *, device: str) -> None:
+    """Refuse a compiled program that gives something else than its source."""
+    from bioptimus.runtime.export import LOWEST_COSINE, random_inputs, worst_cosine
+    from bioptimus.runtime.runners import load_runner
+
+    info = inspect_archive(source)
+    if info.signature is None:
+        raise CheckpointError(f"{source}: its inputs are not known")
+    inputs = random_inputs(info.signature.inputs, rows=4)
+    wanted = load_runner(source, device=device)(*inputs)
+    found = load_runner(compiled, device=device)(*inputs)
+    worst = worst_cosine(wanted, found)
+    limit = LOWEST_COSINE[info.spec.precision if info.spec else "fp16"]
+    if worst < limit:
+        raise CheckpointError(
+            f"{source}: the compiled program gives other results (cosine {worst:.6f}, "
+            f"at least {limit} wanted); use the portable file"
+        )
+    log.info("%s: compiled, worst cosine to the portable program %.7f", source, worst)
