@@ -8,7 +8,7 @@ from typing import Annotated, TextIO
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
-from cli import convert, doctor, embed, info, predict, report, submit, verify, view
+from cli import convert, doctor, embed, info, models, predict, report, submit, verify, view
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -70,6 +70,7 @@ for command in (
     doctor.doctor,
 ):
     app.command(context_settings=_SETTINGS.get(command))(command)
+app.add_typer(models.app, name="models")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from bioptimus.errors import CheckpointError
 from bioptimus.models.types import ModelSpec
 from bioptimus.runtime.archive import DESCRIPTION, TensorSpec
 from bioptimus.runtime.cache import beside
-from bioptimus.runtime.fitting import expected_inputs
+from bioptimus.runtime.fitting import expected_inputs, expected_outputs, pool_tokens
+from bioptimus.runtime.runners import open_runner
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +98,154 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         yield
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TileModel(nn.Module):
+    """A network of normalised images as a model of tiles: all that its specification says.
+
+    uint8 (N, H, W, C) tiles are normalised inside (``nhwc_uint8``), float tiles are taken as they
+    are; the network computes in the specification's precision; tokens are pooled; what comes out
+    is float32. Further inputs, such as bulk RNA, go to the network unchanged.
+
+    Args:
+        network: Takes (N, C, H, W); gives (N, D), tokens (N, T, D), or a tuple of outputs.
+        spec: Mean, std, layout, pooling, prefix tokens, precision.
+    """
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self, network: nn.Module, spec: ModelSpec) -> None:
+        super().__init__()
+        self.network = network
+        self.spec = spec
+        shape = (1, spec.channels, 1, 1)
+        self.register_buffer("mean", torch.tensor(spec.mean).view(shape))
+        self.register_buffer("std", torch.tensor(spec.std).view(shape))
+
+    def forward(self, tiles: torch.Tensor, *extra: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See the class."""
+        dtype = _DTYPES[self.spec.precision]
+        if self.spec.input_layout == "nhwc_uint8":
+            tiles = (tiles.permute(0, 3, 1, 2).float() / 255.0 - self.mean) / self.std
+        images = tiles.to(dtype, memory_format=torch.contiguous_format)
+        outputs = self.network(images, *(values.to(dtype) for values in extra))
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        *others, last = (output.float() for output in outputs)
+        if self.spec.makes_embedding and last.ndim == 3:
+            last = pool_tokens(
+                last, pooling=self.spec.pooling, prefix_tokens=self.spec.prefix_tokens
+            )
+        return (*others, last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """What an export did.
+
+    Attributes:
+        path: The file written.
+        spec: The description inside.
+        worst_random: Least cosine to the eager float32 network over random tiles.
+        worst_real: The same over real tiles; None where none were given.
+    """
+
+    path: Path
+    spec: ModelSpec
+    worst_random: float
+    worst_real: float | None
+
+
+def export_module(
+    network: nn.Module,
+    spec: ModelSpec,
+    path: Path,
+    *,
+    device: str = "cpu",
+    real_tiles: torch.Tensor | None = None,
+) -> ExportReport:
+    """Write a network as a self-describing portable ``.pt2``, if the file gives what it gives.
+
+    The file is loaded again and compared with the eager network in float32, on random tiles and
+    on real ones; a file that fails is not written.
+
+    Args:
+        network: Of float32 weights. It is changed: evaluation mode, on ``device``, in the
+            specification's precision.
+        spec: Describes the model; ``embedding_dim`` 0 is filled in from what the network gives.
+        path: The file to write.
+        device: Where to trace. A file traced on the CPU runs on a GPU too.
+        real_tiles: (N, H, W, C) uint8 of the specification's tile size.
+
+    Raises:
+        CheckpointError: The network cannot be traced, gives something else than the
+            specification says, or the file gives something else than the network.
+    """
+    network = network.eval().to(device)
+    batches = [random_inputs(expected_inputs(spec), rows=4)]
+    if real_tiles is not None:
+        # Every tile of a slide comes with the same further inputs.
+        extra = [values[:1].expand(len(real_tiles), -1) for values in batches[0][1:]]
+        batches.append([_as_input(real_tiles, spec), *extra])
+    eager = TileModel(network, spec.with_(precision="fp32")).to(device)
+    with torch.inference_mode():
+        wanted = [[o.cpu() for o in eager(*(v.to(device) for v in batch))] for batch in batches]
+    spec = _complete(spec, wanted[0])
+    network.to(_DTYPES[spec.precision])
+    program = trace(TileModel(network, spec).to(device), spec, device=device)
+    # Behind the checks that every file passes before it runs, and under its final name only then.
+    folder = beside(path)
+    try:
+        candidate = folder / path.name
+        save(program, spec, candidate)
+        runner = open_runner(candidate, device=device, spec=spec)
+        worst = [
+            worst_cosine(want, runner(*batch)) for want, batch in zip(wanted, batches, strict=True)
+        ]
+        if min(worst) < LOWEST_COSINE[spec.precision]:
+            raise CheckpointError(
+                f"{path.name}: not written: its results differ from the network's (worst cosine "
+                f"{min(worst):.6f}, at least {LOWEST_COSINE[spec.precision]} wanted for "
+                f"{spec.precision}); try --precision fp32"
+            )
+        candidate.replace(path)
+    except OSError as exc:
+        raise CheckpointError(f"{path}: cannot be written: {exc}") from exc
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return ExportReport(
+        path=path,
+        spec=spec,
+        worst_random=worst[0],
+        worst_real=worst[1] if real_tiles is not None else None,
+    )
+
+
+def _as_input(tiles: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    if spec.input_layout == "nhwc_uint8":
+        return tiles
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (spec.mean, spec.std))
+    floats: torch.Tensor = (tiles.permute(0, 3, 1, 2).float() / 255.0 - mean) / std
+    return floats
+
+
+def _complete(spec: ModelSpec, outputs: Sequence[torch.Tensor]) -> ModelSpec:
+    """Widths that the specification leaves open, from what the network gave."""
+    if len(outputs) != len(expected_outputs(spec)):
+        raise CheckpointError(
+            f"{spec.name}: the network gives {len(outputs)} outputs, a model that makes "
+            f"{spec.output_kind.replace('_', ' ')} gives {len(expected_outputs(spec))}"
+        )
+    changes = {}
+    if spec.makes_embedding and not spec.embedding_dim:
+        changes["embedding_dim"] = outputs[-1].shape[-1]
+    if spec.makes_prediction and not spec.prediction_dim:
+        changes["prediction_dim"] = outputs[0].shape[-1]
+    return spec.with_(**changes)
 
 
 def random_inputs(specs: Sequence[TensorSpec], *, rows: int) -> list[torch.Tensor]:

@@ -1,0 +1,355 @@
+"""Where a network to export comes from: a local folder, a Python function, or the hub.
+
+Nothing is downloaded unless the user asked for it and accepted the licence by name, and from
+folders only plain data is read: JSON and tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bioptimus.errors import CheckpointError, UsageError
+from bioptimus.models.facts import FACTS, Facts, get_facts
+from bioptimus.models.types import ModelSpec
+from bioptimus.runtime.archive import file_sha256
+from bioptimus.tiles import TileSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from bioptimus.runtime.export import ExportReport
+
+# Heads of timm's plain vision transformers; the weights do not tell.
+_HEADS_BY_NAME = {"tiny": 3, "small": 6, "base": 12, "large": 16, "huge": 16}
+_HEADS_BY_WIDTH = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16, 1536: 24}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A network ready to be exported.
+
+    Attributes:
+        network: Takes normalised images (N, 3, H, W).
+        spec: What is known about it.
+    """
+
+    network: nn.Module
+    spec: ModelSpec
+
+
+def from_folder(
+    folder: Path, *, facts_key: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> Source:
+    """Read a network from a local folder as the Hugging Face hub lays it out.
+
+    Args:
+        folder: Holds ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``.
+        facts_key: Which model of the facts table it is; what the table says goes before
+            ``config.json`` then, except shapes, which the weights tell.
+        overrides: Fields of the specification that the user sets.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, weights do not fit the architecture, or
+            the architecture needs timm and that is not here.
+        UsageError: No facts under that key.
+    """
+    facts = get_facts(facts_key) if facts_key else None
+    config = _read_config(folder, needed=facts is None)
+    from bioptimus.runtime.vit import read_weights, to_timm_names, vit_from_weights
+
+    weights, files = read_weights(folder)
+    given = dict(overrides or {})
+    spec = facts.spec() if facts else _spec_of(folder, config, given)
+    spec = spec.with_(**given)
+    spec = spec.with_(source=spec.source or folder.name, source_sha256=_digest_of(files))
+    if "patch_embed.proj.weight" in to_timm_names(weights):
+        network: nn.Module = vit_from_weights(
+            weights,
+            heads=_heads(config, facts, weights),
+            image_px=spec.tile.size_px,
+            epsilon=float(config.get("layer_norm_eps", facts.vit.epsilon
+                                     if facts and facts.vit else 1e-6)),
+        )  # fmt: skip
+    else:
+        network = _from_timm(config, facts, weights)
+    prefix = getattr(getattr(network, "shape", None), "prefix_tokens", spec.prefix_tokens)
+    return Source(network=network, spec=spec.with_(prefix_tokens=prefix))
+
+
+def from_function(reference: str, spec: ModelSpec) -> Source:
+    """Call a Python function that returns the network.
+
+    Args:
+        reference: ``module:function``; the module is looked for in the current folder too.
+        spec: What the user says about the network.
+
+    Raises:
+        UsageError: There is no such module or function.
+        CheckpointError: It fails, or returns something else than a module.
+    """
+    from torch import nn
+
+    module_name, _, function_name = reference.partition(":")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as exc:
+        raise UsageError(f"{reference}: cannot be imported: {exc}") from exc
+    finally:
+        sys.path.remove(here)
+    try:
+        network = function()
+    except Exception as exc:  # the user's own code; anything may come out of it
+        raise CheckpointError(f"{reference}: failed: {exc!r}") from exc
+    if not isinstance(network, nn.Module):
+        raise CheckpointError(f"{reference}: returned {type(network).__name__}, not an nn.Module")
+    return Source(network=network, spec=spec.with_(source=spec.source or reference))
+
+
+def from_hub(
+    key: str, *, accept_licence: bool, overrides: Mapping[str, Any] | None = None
+) -> Source:
+    """Download a model of the facts table, once its licence was accepted.
+
+    Raises:
+        UsageError: No facts under that key, or the licence was not accepted; the message says
+            what would be fetched, from where, and under which licence.
+        CheckpointError: The download fails, or the hub's client is not installed.
+    """
+    facts = get_facts(key)
+    if facts.vit is None and not facts.timm_name:
+        raise UsageError(f"{key}: {facts.verified}")
+    if not accept_licence:
+        raise UsageError(
+            f"{key}: would download config.json and the weights of {facts.repository} from "
+            f"huggingface.co, under the licence: {facts.licence}. Read it at "
+            f"https://huggingface.co/{facts.repository}, then add --accept-licence"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as exc:
+        raise CheckpointError(
+            "downloading needs huggingface_hub; pip install 'bioptimus-wsi[export]'"
+        ) from exc
+    patterns = ["config.json", "preprocessor_config.json", "model*.safetensors*"]
+    try:
+        folder = Path(snapshot_download(facts.repository, allow_patterns=patterns))
+        if not list(folder.glob("model*.safetensors")):
+            snapshot_download(facts.repository, allow_patterns=["pytorch_model.bin"])
+    except Exception as exc:  # the hub's client raises errors of several libraries
+        raise CheckpointError(
+            f"{facts.repository}: cannot be downloaded: {exc}; gated models need an accepted "
+            "request and `huggingface-cli login`"
+        ) from exc
+    return from_folder(folder, facts_key=key, overrides=overrides)
+
+
+def export_source(
+    source: str,
+    out: Path | None,
+    *,
+    facts_key: str | None,
+    overrides: Mapping[str, Any],
+    device: str,
+    slide: Path | None,
+    hub: bool,
+    accept_licence: bool,
+) -> ExportReport:
+    """Find the network, export it, compare it.
+
+    Args:
+        source: A folder, ``module:function``, or with ``hub`` a key of the facts table.
+        out: The file to write; ``<name>.pt2`` in the current folder if not given.
+        facts_key: Which model of the facts table it is.
+        overrides: Fields of the specification that the user sets.
+        device: Where to trace.
+        slide: Compare on tiles of this slide too.
+        hub: Download the weights.
+        accept_licence: The user accepts the licence of what is downloaded.
+
+    Raises:
+        UsageError: The options make no sense.
+        CheckpointError: The network cannot be read or exported, or the file differs from it.
+        SlideError: The slide cannot be read.
+    """
+    from bioptimus.runtime.export import export_module
+
+    _check_overrides(overrides)
+    if hub:
+        found = from_hub(source, accept_licence=accept_licence, overrides=overrides)
+    elif ":" in source and not Path(source).exists():
+        base = get_facts(facts_key).spec() if facts_key else _undescribed(source, overrides)
+        found = from_function(source, base.with_(**overrides))
+    elif Path(source).is_dir():
+        found = from_folder(Path(source), facts_key=facts_key, overrides=overrides)
+    else:
+        raise UsageError(
+            f"{source}: neither a folder of weights nor module:function"
+            + ("; to download it add --from-hub" if source in FACTS else "")
+        )
+    spec = found.spec
+    path = out or Path(f"{spec.name}.pt2")
+    tiles = sample_tiles(slide, spec) if slide else None
+    return export_module(found.network, spec, path, device=device, real_tiles=tiles)
+
+
+def sample_tiles(slide: Path, spec: ModelSpec, *, count: int = 4) -> torch.Tensor:
+    """The darkest of some tiles spread over a slide, which are most likely tissue.
+
+    Returns:
+        (count or fewer, H, W, 3) uint8 at the specification's size and scale.
+
+    Raises:
+        SlideError: The slide cannot be opened or read at that scale.
+    """
+    import numpy as np
+    import torch
+
+    from bioptimus.io.wsi import Slide
+    from bioptimus.tiles import plan_tiles
+
+    with Slide.open(slide) as opened:
+        grid = plan_tiles(opened.dimensions, spec=spec.tile, mpp=opened.mpp)
+        reader = opened.tile_reader(spec.tile)
+        step = max(1, len(grid) // 64)
+        tiles = [reader.read(grid[number]) for number in range(0, len(grid), step)]
+    tiles.sort(key=lambda tile: float(tile.mean()))
+    return torch.from_numpy(np.stack(tiles[:count]))
+
+
+def _check_overrides(overrides: Mapping[str, Any]) -> None:
+    allowed = {
+        "precision": ("fp32", "bf16", "fp16"),
+        "pooling": ("cls", "mean", "cls_mean", "none"),
+        "output_kind": ("embedding", "prediction", "prediction_and_embedding", "mask"),
+    }
+    for key, values in allowed.items():
+        if key in overrides and overrides[key] not in values:
+            raise UsageError(f"{key} {overrides[key]}: known are {', '.join(values)}")
+
+
+def _undescribed(reference: str, overrides: Mapping[str, Any]) -> ModelSpec:
+    missing = [f"--{key}" for key in ("mean", "std") if key not in overrides]
+    if missing:
+        raise UsageError(
+            f"{reference}: pass {' and '.join(missing)} (0,0,0 and 1,1,1 if the network "
+            "normalises by itself), or --as KEY"
+        )
+    return ModelSpec(name=reference.partition(":")[2])
+
+
+def _read_config(folder: Path, *, needed: bool) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    merged: dict[str, Any] = {}
+    # The transformers library keeps mean and std in a file of their own.
+    for name in ("preprocessor_config.json", "config.json"):
+        path = folder / name
+        if path.exists():
+            try:
+                merged |= json.loads(path.read_text())
+            except (OSError, ValueError, TypeError) as exc:
+                raise CheckpointError(f"{path}: cannot be read: {exc}") from exc
+        elif name == "config.json" and needed:
+            keys = ", ".join(FACTS)
+            raise CheckpointError(f"{folder}: has no config.json; say what it is: --as {keys}")
+    return merged
+
+
+def _spec_of(folder: Path, config: dict[str, Any], given: Mapping[str, Any]) -> ModelSpec:
+    """A specification from ``config.json`` alone."""
+    pretrained = config.get("pretrained_cfg", config)
+    mean = given.get("mean") or pretrained.get("mean", config.get("image_mean"))
+    std = given.get("std") or pretrained.get("std", config.get("image_std"))
+    if mean is None or std is None:
+        raise CheckpointError(
+            f"{folder}: config.json names no mean and std; pass --as KEY, or --mean and --std"
+        )
+    size = pretrained.get("input_size") or [3, config.get("image_size", 224)]
+    args = config.get("model_args") or {}
+    return ModelSpec(
+        name=folder.name,
+        tile=TileSpec(size_px=int(args.get("img_size") or size[-1])),
+        mean=tuple(map(float, mean)),
+        std=tuple(map(float, std)),
+        interpolation=str(pretrained.get("interpolation", "bicubic")),
+        architecture=str(config.get("architecture") or config.get("model_type") or ""),
+        pooling="cls",
+    )
+
+
+def _heads(config: dict[str, Any], facts: Facts | None, weights: dict[str, Any]) -> int:
+    from bioptimus.runtime.vit import to_timm_names
+
+    args = config.get("model_args") or {}
+    stated = config.get("num_attention_heads") or args.get("num_heads")
+    if stated:
+        return int(stated)
+    if facts and facts.vit:
+        return facts.vit.heads
+    for size, heads in _HEADS_BY_NAME.items():
+        if f"vit_{size}_" in str(config.get("architecture", "")):
+            return heads
+    width = to_timm_names(weights)["patch_embed.proj.weight"].shape[0]
+    if width in _HEADS_BY_WIDTH:
+        return _HEADS_BY_WIDTH[width]
+    raise CheckpointError(
+        f"config.json does not say how many attention heads there are for tokens of {width}"
+    )
+
+
+def _from_timm(config: dict[str, Any], facts: Facts | None, weights: dict[str, Any]) -> nn.Module:
+    name = str((facts.timm_name if facts else "") or config.get("architecture") or "")
+    if facts and not name:
+        raise CheckpointError(f"{facts.key}: {facts.verified}")
+    if not name:
+        raise CheckpointError(
+            "neither a plain vision transformer nor an architecture that timm knows by name; "
+            "export it from a Python function (module:function)"
+        )
+    try:
+        import timm
+    except Exception as exc:  # timm imports torchvision, which fails in many ways
+        raise CheckpointError(
+            f"{name}: needs timm, which cannot be imported ({exc}); "
+            "pip install 'bioptimus-wsi[export]' with a torchvision that fits your torch"
+        ) from exc
+    from bioptimus.runtime.vit import load_strictly
+
+    args = {**(config.get("model_args") or {}), **(facts.timm_args if facts else {})}
+    network: nn.Module = timm.create_model(
+        name, pretrained=False, num_classes=0, **_layer_classes(args)
+    )
+    heads = ("head.", "classifier.", "fc.")
+    load_strictly(network, {k: v for k, v in weights.items() if not k.startswith(heads)})
+    return network
+
+
+def _layer_classes(args: dict[str, Any]) -> dict[str, Any]:
+    """Layer classes by name: those of the facts table, and no others."""
+    from timm.layers import SwiGLUPacked
+    from torch import nn
+
+    classes = {"SwiGLUPacked": SwiGLUPacked, "SiLU": nn.SiLU, "GELU": nn.GELU}
+    args.pop("num_classes", None)
+    return {
+        key: classes[value] if key in ("mlp_layer", "act_layer") and value in classes else value
+        for key, value in args.items()
+    }
+
+
+def _digest_of(files: list[Path]) -> str:
+    """The file's digest; of several files, the digest of their digests."""
+    digests = [file_sha256(path) for path in files]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
