@@ -231,7 +231,7 @@ Threads = Annotated[
 Shard = Annotated[
     str | None,
     typer.Option(
-        help="This job's share of the slides: i/n (i from 0), or auto in a SLURM array.",
+        help="This job's share of the slides: i/n (i from 1), or auto in an array job.",
         rich_help_panel=_JOBS,
         show_default=False,
     ),

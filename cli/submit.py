@@ -39,7 +39,9 @@ def submit(
     max_running: Annotated[
         int | None, typer.Option(help="Tasks that may run at once.", show_default="all")
     ] = None,
-    partition: Annotated[str | None, typer.Option("--partition", "-p")] = None,
+    partition: Annotated[
+        str | None, typer.Option("--partition", "-p", help="Partition (queue) to run in.")
+    ] = None,
     time: Annotated[
         str | None,
         typer.Option("--time", "-t", help="Limit of each task: 12:00:00, or 2-00 for two days."),
