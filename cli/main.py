@@ -8,7 +8,7 @@ from typing import Annotated, TextIO
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
-from cli import convert, doctor, embed, info, models, predict, report, submit, verify, view
+from cli import convert, doctor, embed, info, models, predict, report, submit, tiles, verify, view
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -61,6 +61,7 @@ _SETTINGS: dict[Callable[..., object], dict[str, object]] = {
 for command in (
     embed.embed,
     predict.predict,
+    tiles.tiles,
     info.info,
     view.view,
     report.report,

@@ -47,6 +47,7 @@ def find_pen(
     ink = _smooth_pieces(_certain(density), density, SMALLEST_PEN_UM2 / (scale[0] * scale[1]))
     if not ink.any():
         return np.zeros((height, width), dtype=bool)
+    ink = _grown(ink, _dense(density))
     edge = ink | (_dilated(ink, EDGE_UM, scale) & _similar(density))
     marks = _dilated(edge, RIM_UM, scale).astype(np.uint8)
     return np.asarray(
@@ -86,6 +87,22 @@ def _similar(density: FloatImage) -> BoolImage:
     reddish = (red <= 0.14 * total) & (blue >= 0.34 * total)
     grey = (cv2.max(cv2.max(red, green), blue) <= 0.40 * total) & (total >= 1.5)
     return np.asarray((bluish | greenish | reddish | grey) & (total >= 0.05), dtype=bool)
+
+
+def _dense(density: FloatImage) -> BoolImage:
+    """Pixels that may be ink over tissue, where the tissue bends the colour."""
+    red, green, blue, total = cv2.split(density)
+    reddish = (red <= 0.18 * total) & (blue >= 0.32 * total)
+    bluish = (red >= 0.34 * total) & (blue <= 0.28 * total)
+    greenish = green <= 0.36 * total
+    grey = cv2.max(cv2.max(red, green), blue) <= 0.40 * total
+    return np.asarray((reddish | bluish | greenish | grey) & (total >= 3.0), dtype=bool)
+
+
+def _grown(ink: BoolImage, dense: BoolImage) -> BoolImage:
+    """Ink, and all that may be ink over tissue and hangs together with it."""
+    _, labels = cv2.connectedComponents((ink | dense).astype(np.uint8), connectivity=8)
+    return np.asarray((labels > 0) & np.isin(labels, np.unique(labels[ink])))
 
 
 def _smooth_pieces(mask: BoolImage, density: FloatImage, smallest_px: float) -> BoolImage:

@@ -27,14 +27,17 @@ STEP = 1 / 400
 # Fine pixels of stain: surely, and beside those that are sure.
 CERTAIN_CHROMA = 0.080
 POSSIBLE_CHROMA = 0.035
-# Those that the average leaves out, with what lies within two pixels.
+# Those that the average leaves out with their surroundings, unless they are as thin as the walls
+# of fat cells.
 STAINED_CHROMA = 0.055
+AROUND = np.ones((7, 7), dtype=np.uint8)
 # Less than this part of the strongest within two pixels is that one's blurred border.
 NEAR = np.ones((5, 5), dtype=np.uint8)
 BORDER_PART = 0.40
 # Faint tissue: chroma, and a quarter of the texture, averaged.
 FAINT_RANGE = (0.016, 0.026)
 FAINT_NOISE = 3.5
+FAINT_BORDER_PART = 0.60
 FAINT_CERTAIN = 1.6
 TEXTURE_PART = 0.25
 # Compression tints single blocks; tissue as faint as that is wider. So the average over a wider
@@ -85,7 +88,7 @@ def measure_stain(
     dark = np.empty((height, width), dtype=np.uint8)
     faint_bands = []
     sigma = (max(0.5, 8 / mpp[0]), max(0.5, 8 / mpp[1]))
-    for start, stop, first, last in _strips(height, math.ceil(3 * sigma[1]) + 3):
+    for start, stop, first, last in _strips(height, math.ceil(3 * sigma[1]) + 8):
         glass = background.rows(first, last, size=(width, height))
         band = _with_glass_outside(pixels[first:last], scanned[first:last], glass)
         blurred = cv2.GaussianBlur(band, (0, 0), sigma[0], sigmaY=sigma[1])
@@ -95,7 +98,10 @@ def measure_stain(
         inside = slice(start - first, stop - first)
         chroma[start:stop] = _as_bytes(spread)[inside]
         dark[start:stop] = _as_bytes(loss)[inside]
-        stained = cv2.dilate((spread >= STAINED_CHROMA).astype(np.uint8), NEAR)
+        stained = cv2.morphologyEx(
+            (spread >= STAINED_CHROMA).astype(np.uint8), cv2.MORPH_OPEN, NEAR
+        )
+        stained = cv2.dilate(stained, AROUND)
         weight = ((stained[inside] == 0) & scanned[start:stop]).astype(np.float32)
         faint_bands.append(_block_means([c[inside] for c in through], loss[inside], weight))
     faint, noise = _faint(np.concatenate(faint_bands, axis=0))
@@ -184,5 +190,5 @@ def _faint(blocks: FloatImage) -> tuple[FloatImage, float]:
     around = cv2.GaussianBlur(np.stack([evidence, known], axis=2), (0, 0), SUPPORT_BLOCKS)
     evidence[around[..., 0] < SUPPORT_PART * FAINT_RANGE[0] * around[..., 1]] = 0
     strongest = cv2.dilate(evidence, np.ones((3, 3), dtype=np.uint8))
-    evidence[evidence < BORDER_PART * strongest] = 0
+    evidence[evidence < FAINT_BORDER_PART * strongest] = 0
     return evidence, noise

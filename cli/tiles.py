@@ -1,0 +1,190 @@
+"""``bioptimus tiles``: which tiles of a slide would be read, without a model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bioptimus.errors import BioptimusError, UsageError
+from cli import options as opt
+
+if TYPE_CHECKING:
+    from bioptimus.batch.inputs import SlideInput
+    from bioptimus.io.wsi import OpenOptions, Slide
+    from bioptimus.planning import PlanOptions, SlidePlan
+    from bioptimus.tile_files import TileTable
+
+_TILES, _OUTPUT = "Tiles", "Output"
+THUMBNAIL_PX = 1600
+
+
+def tiles(
+    inputs: opt.Inputs,
+    out: Annotated[
+        Path, typer.Option(help="Folder of the overview pictures.", rich_help_panel=_OUTPUT)
+    ] = Path("tiles"),
+    overview: Annotated[
+        bool,
+        typer.Option(help="Draw slide, tissue and kept tiles as PNG.", rich_help_panel=_OUTPUT),
+    ] = True,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            "--csv",
+            help="Table of the kept tiles of all slides: column, row, x and y in level-0 pixels, "
+            "share of tissue.",
+            rich_help_panel=_OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+    dump: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the tiles themselves, as PNG at the tile's scale.",
+            rich_help_panel=_OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+    tile_size_px: Annotated[
+        int, typer.Option(min=1, help="Tile side in pixels.", rich_help_panel=_TILES)
+    ] = 224,
+    tile_mpp: Annotated[
+        float, typer.Option(help="Tile scale in µm per pixel.", rich_help_panel=_TILES)
+    ] = 0.5,
+    overlap_px: opt.OverlapPx = 0,
+    min_tissue: opt.MinTissue = 0.5,
+    tissue: opt.Tissue = "auto",
+    keep_pen: opt.KeepPen = False,
+    mpp_override: opt.MppOverride = None,
+    mpp_fallback: opt.MppFallback = None,
+    reader: opt.ReaderChoice = opt.Reader.AUTO,
+    icc: opt.IccChoice = opt.Icc.NONE,
+    allow_upsample: opt.AllowUpsample = False,
+    max_failed_tiles: opt.MaxFailedTiles = 0.01,
+) -> None:
+    """Plan the tiles of slides: counts, an overview picture, a table, the tiles themselves.
+
+    No model is needed. Prints one line for each slide on stdout. Exit code 1 when a slide failed;
+    a slide without tissue has not.
+    """
+    from bioptimus.batch.inputs import find_inputs
+    from bioptimus.io.wsi import OpenOptions
+    from bioptimus.planning import PlanOptions
+
+    opening = OpenOptions(
+        mpp_override=mpp_override,
+        mpp_fallback=mpp_fallback,
+        reader=reader.value,
+        icc=icc.value,
+        allow_upsample=allow_upsample,
+    )
+    planning = PlanOptions(
+        tile_size_px=tile_size_px,
+        tile_mpp=tile_mpp,
+        overlap_px=overlap_px,
+        min_tissue=min_tissue,
+        tissue=tissue,
+        keep_pen=keep_pen,
+    )
+    found = find_inputs(inputs, exclude=[out, *([dump] if dump else [])])
+    for path, reason in found.skipped:
+        typer.echo(f"not a slide: {path} ({reason})", err=True)
+    failed = 0
+    with _table(csv) as table:
+        for slide in found.slides:
+            try:
+                _plan_one(
+                    slide,
+                    opening,
+                    planning,
+                    pictures=out if overview else None,
+                    table=table,
+                    dump=dump,
+                    max_failed_tiles=max_failed_tiles,
+                )
+            except UsageError:
+                raise
+            except BioptimusError as exc:
+                # The slide's edge: the others go on.
+                failed += 1
+                typer.echo(f"error: {exc}", err=True)
+    if csv is not None:
+        typer.echo(str(csv))
+    if failed:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _table(path: Path | None) -> "Iterator[TileTable | None]":
+    from bioptimus.tile_files import TileTable
+
+    if path is None:
+        yield None
+        return
+    with TileTable(path) as table:
+        yield table
+
+
+def _plan_one(
+    job: "SlideInput",
+    opening: "OpenOptions",
+    planning: "PlanOptions",
+    *,
+    pictures: Path | None,
+    table: "TileTable | None",
+    dump: Path | None,
+    max_failed_tiles: float,
+) -> None:
+    """Plan one slide, write what was asked for, print its line."""
+    from dataclasses import replace
+
+    from bioptimus.batch.inputs import strip_extension
+    from bioptimus.errors import SlideOpenError
+    from bioptimus.io.wsi import Slide
+    from bioptimus.planning import plan_slide
+    from bioptimus.tile_files import dump_tiles
+    from bioptimus.tiles import TileSpec
+
+    if job.problem is not None:
+        raise SlideOpenError(f"{job.path}: {job.problem}")
+    if job.mpp is not None:
+        opening = replace(opening, mpp_override=job.mpp)
+    if job.mask is not None:
+        planning = replace(planning, tissue=str(job.mask))
+    place = job.relative.with_name(strip_extension(job.relative.name))
+    with Slide.open(job.path, opening) as slide:
+        plan = plan_slide(slide, TileSpec(), planning)
+        level = slide.tile_reader(plan.spec).level
+        for warning in (*slide.warnings, *plan.warnings):
+            typer.echo(f"{slide.name}: {warning.removeprefix(f'{slide.name}: ')}", err=True)
+        if table is not None:
+            table.add(str(job.path), plan)
+        written = ""
+        if pictures is not None and _drawn(slide, plan, pictures / f"{place}.png"):
+            written = f" -> {pictures / f'{place}.png'}"
+        side = plan.spec.side_um
+        typer.echo(
+            f"{slide.name}: {len(plan)} of {len(plan.grid)} tiles of {side:g} µm kept, "
+            f"{plan.mask.share:.1%} tissue, mpp {slide.mpp[0]:.4g} "
+            f"({slide.resolution.source}), level {level}{written}"
+        )
+        if dump is not None:
+            result = dump_tiles(slide, plan, dump / place, max_failed_share=max_failed_tiles)
+            for x, y, reason in result.failed:
+                typer.echo(f"{slide.name}: tile at ({x}, {y}) not written: {reason}", err=True)
+            typer.echo(f"{slide.name}: {result.written} tiles written -> {dump / place}")
+
+
+def _drawn(slide: "Slide", plan: "SlidePlan", path: Path) -> bool:
+    """Draw the overview; a picture that cannot be made is no reason for the slide to fail."""
+    from bioptimus.overview import draw_overview, save_overview
+
+    try:
+        image = slide.thumbnail(THUMBNAIL_PX)
+        save_overview(path, draw_overview(image.pixels, image.downsample, plan))
+    except BioptimusError as exc:
+        typer.echo(f"{slide.name}: no overview: {exc}", err=True)
+        return False
+    return True
