@@ -9,14 +9,16 @@ __version__ = "0.1.0"
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from bioptimus.api import embed_slide
     from bioptimus.inference.results import open_result
     from bioptimus.view.drawing import draw
 
-__all__ = ["__version__", "draw", "open_result"]
+__all__ = ["__version__", "draw", "embed_slide", "open_result"]
 
 # Name → module. Loaded when first used, so that `import bioptimus` stays light.
 _LAZY = {
     "draw": "bioptimus.view.drawing",
+    "embed_slide": "bioptimus.api",
     "open_result": "bioptimus.inference.results",
 }
 

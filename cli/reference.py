@@ -120,7 +120,7 @@ def _row(entry: Entry, parameter: AnyParameter) -> str:
         names = ", ".join(f"`{word}{value}`" for word in parameter.opts)
         if parameter.secondary_opts:
             names += " / " + ", ".join(f"`{word}`" for word in parameter.secondary_opts)
-        if not parameter.is_eager:
+        if parameter.expose_value and not parameter.is_eager:
             names += f"<br><small>`{_environment(entry, parameter)}`</small>"
     cells = (names, _default(parameter), _cell(parameter.help or ""))
     return "| " + " | ".join(cells) + " |"
