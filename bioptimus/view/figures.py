@@ -16,7 +16,7 @@ from bioptimus.view.colours import (
     hex_to_rgb,
 )
 from bioptimus.view.components import MAX_COMPONENTS, SAMPLE_ROWS, Components
-from bioptimus.view.page import EDGE, INK, PAGE_INCHES, Page, PictureOptions, bare
+from bioptimus.view.page import EDGE, INK, PAGE_INCHES, TALLEST_MAP, Page, PictureOptions, bare
 from bioptimus.view.source import SlidePictures, SlideResult
 
 if TYPE_CHECKING:
@@ -232,17 +232,19 @@ def _whole_slide(result: SlideResult) -> tuple[float, float, float, float]:
 
 
 def _around_tiles(result: SlideResult) -> tuple[float, float, float, float]:
-    """The part of the slide that holds tiles, with a margin, inside the slide and the tiles."""
+    """The part of the slide that holds tiles, with a margin, inside the slide and the tiles.
+
+    A tall, narrow part is widened to fill the page, as far as the slide goes.
+    """
     if not len(result):
         return _whole_slide(result)
     left, top, right, bottom = result.lattice().extent
     margin = 0.04 * max(right - left, bottom - top)
-    return (
-        min(left, max(0.0, left - margin)),
-        min(top, max(0.0, top - margin)),
-        max(right, min(float(result.dimensions[0]), right + margin)),
-        max(bottom, min(float(result.dimensions[1]), bottom + margin)),
-    )
+    width, height = result.dimensions
+    top, bottom = min(top, max(0.0, top - margin)), max(bottom, min(height, bottom + margin))
+    wanted = (bottom - top) * result.mpp[1] / result.mpp[0] / TALLEST_MAP
+    margin = max(margin, (wanted - (right - left)) / 2)
+    return min(left, max(0.0, left - margin)), top, max(right, min(width, right + margin)), bottom
 
 
 def _map_page(result: SlideResult, options: PictureOptions) -> Page:

@@ -32,6 +32,10 @@ EDGE = 0.022
 _HEAD_INCHES = 0.72
 _FOOT_INCHES = 0.16
 
+# Height over width of a map at most, so that the page fits a screen; and room for the key.
+TALLEST_MAP = 1.25
+_LOWEST_MAP_INCHES = 3.4
+
 # Below this many picture pixels a cell, lines between cells would hide what they part.
 _MIN_CELL_PX = 5.0
 
@@ -98,7 +102,7 @@ class Page:
         map_width = PAGE_INCHES * (1 - _PANEL - 3 * EDGE)
         ratio = (box[3] - box[1]) * result.mpp[1] / ((box[2] - box[0]) * result.mpp[0])
         # Long, thin slides: the page stays one that fits a screen, the key keeps its room.
-        map_height = min(max(map_width * ratio, 3.4), map_width * 1.25)
+        map_height = min(max(map_width * ratio, _LOWEST_MAP_INCHES), map_width * TALLEST_MAP)
         height = map_height + _HEAD_INCHES + _FOOT_INCHES
         self.figure = Figure(figsize=(PAGE_INCHES, height), dpi=options.dpi)
         self._map_box = (
@@ -120,7 +124,9 @@ class Page:
             * result.mpp[0]
             * options.dpi
         )
-        self._panel_left = 1 - _PANEL - EDGE
+        # The key stands beside the picture, also where that is narrower than its place.
+        shown = min(map_width, map_height / ratio)
+        self._panel_left = EDGE + shown / PAGE_INCHES + 1.2 * EDGE
 
     def grow(self, inches: float) -> None:
         """Add room below; everything drawn so far keeps its size."""
