@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bioptimus.batch.run import RunConfig, run
+from bioptimus.batch.run import RunConfig, list_work, run
 from bioptimus.errors import BioptimusError, SlideError, UsageError
 from bioptimus.models.types import InferenceMode
 from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport
@@ -55,6 +55,9 @@ def embed_slide(
         slide=replace(options or SlideOptions(), mode=mode),
         command=("embed_slide", str(slide)),
     )
+    count = len(list_work(config).jobs)
+    if count != 1:
+        raise UsageError(f"{slide}: holds {count} slides; give one, or use bioptimus.batch.run")
     stop = _Stop()
     # The caller's thread only waits, so that a stop button reaches it while the run goes on.
     with ThreadPoolExecutor(1, thread_name_prefix="embed-slide") as one:
@@ -65,8 +68,6 @@ def embed_slide(
             # Rows under way land before this leaves the block; the part file resumes.
             stop.stopped = True
             raise
-    if len(reports) != 1:
-        raise UsageError(f"{slide}: holds {len(reports)} slides; give one, or use batch.run")
     return _opened(reports[0])
 
 
