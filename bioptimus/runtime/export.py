@@ -108,7 +108,7 @@ class TileModel(nn.Module):
 
     uint8 (N, H, W, C) tiles are normalised inside (``nhwc_uint8``), float tiles are taken as they
     are; the network computes in the specification's precision; tokens are pooled; what comes out
-    is float32. Further inputs, such as bulk RNA, go to the network unchanged.
+    is float32.
 
     Args:
         network: Takes (N, C, H, W); gives (N, D), tokens (N, T, D), or a tuple of outputs.
@@ -126,8 +126,12 @@ class TileModel(nn.Module):
         self.register_buffer("mean", torch.tensor(spec.mean).view(shape))
         self.register_buffer("std", torch.tensor(spec.std).view(shape))
 
-    def forward(self, tiles: torch.Tensor, *extra: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, tiles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """See the class."""
+        return self.run(tiles)
+
+    def run(self, tiles: torch.Tensor, *extra: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Normalise, compute, pool."""
         dtype = _DTYPES[self.spec.precision]
         if self.spec.input_layout == "nhwc_uint8":
             tiles = (tiles.permute(0, 3, 1, 2).float() / 255.0 - self.mean) / self.std
@@ -141,6 +145,21 @@ class TileModel(nn.Module):
                 last, pooling=self.spec.pooling, prefix_tokens=self.spec.prefix_tokens
             )
         return (*others, last)
+
+
+class TileAndRnaModel(TileModel):
+    """The same with bulk RNA (N, G), which goes to the network as it is."""
+
+    def forward(  # type: ignore[override]  # one input more
+        self, tiles: torch.Tensor, bulk_rna: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """See the class."""
+        return self.run(tiles, bulk_rna)
+
+
+def tile_model(network: nn.Module, spec: ModelSpec) -> TileModel:
+    """The network with what its specification says around it."""
+    return (TileAndRnaModel if spec.rna_dim else TileModel)(network, spec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,12 +210,12 @@ def export_module(
         # Every tile of a slide comes with the same further inputs.
         extra = [values[:1].expand(len(real_tiles), -1) for values in batches[0][1:]]
         batches.append([_as_input(real_tiles, spec), *extra])
-    eager = TileModel(network, spec.with_(precision="fp32")).to(device)
+    eager = tile_model(network, spec.with_(precision="fp32")).to(device)
     with torch.inference_mode():
         wanted = [[o.cpu() for o in eager(*(v.to(device) for v in batch))] for batch in batches]
     spec = _complete(spec, wanted[0])
     network.to(_DTYPES[spec.precision])
-    program = trace(TileModel(network, spec).to(device), spec, device=device)
+    program = trace(tile_model(network, spec).to(device), spec, device=device)
     # Behind the checks that every file passes before it runs, and under its final name only then.
     folder = beside(path)
     try:

@@ -308,7 +308,7 @@ def _heads(config: dict[str, Any], facts: Facts | None, weights: dict[str, Any])
 
 
 def _from_timm(config: dict[str, Any], facts: Facts | None, weights: dict[str, Any]) -> nn.Module:
-    name = str((facts.timm_name if facts else "") or config.get("architecture") or "")
+    name = facts.timm_name if facts else str(config.get("architecture") or "")
     if facts and not name:
         raise CheckpointError(f"{facts.key}: {facts.verified}")
     if not name:

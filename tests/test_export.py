@@ -1,0 +1,268 @@
+"""An export is compared with its network before it gets its name, and says what it is."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bioptimus.errors import CheckpointError, UsageError
+from bioptimus.inference.schemas import ModelRequest
+from bioptimus.models.facts import FACTS
+from bioptimus.models.types import ModelSpec
+from bioptimus.runtime.archive import file_sha256, inspect_archive
+from bioptimus.runtime.export import TileModel, export_module, worst_cosine
+from bioptimus.runtime.loader import build_server_model
+from bioptimus.runtime.sources import (
+    export_source,
+    from_folder,
+    from_function,
+    from_hub,
+    sample_tiles,
+)
+from bioptimus.runtime.vit import random_vit
+from bioptimus.tiles import TileSpec
+from cli.main import main
+from tests.test_vit import hub_folder, narrow, write_safetensors
+from tests.tiny_models import TinyRNA, random_tiles
+
+COLOURED = ModelSpec(
+    name="flat", tile=TileSpec(size_px=8), mean=(0.5, 0.6, 0.7), std=(0.2, 0.3, 0.4)
+)
+
+
+class Flat(nn.Module):
+    """Normalised (N, 3, 8, 8) → (N, 5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.linear = nn.Linear(192, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(images.flatten(1))
+        return result
+
+
+class Fickle(Flat):
+    """Gives something else at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(images).roll(self.calls, 1) * self.calls
+
+
+def test_tiles_are_normalised_inside_the_file(tmp_path: Path) -> None:
+    report = export_module(Flat(), COLOURED, tmp_path / "flat.pt2")
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (COLOURED.mean, COLOURED.std))
+    images = (random_tiles(3).permute(0, 3, 1, 2) / 255 - mean) / std
+    expected = Flat()(images).detach()
+    model = build_server_model(report.path)
+    requests = [
+        ModelRequest.from_pixels(tile.numpy(), slide_name="s", x=0, y=0) for tile in random_tiles(3)
+    ]
+    samples = [model.prepare_sample(request) for request in requests]
+    rows = [answer.output for answer in model.forward_batch(samples, requests, "embedding")]
+    found = torch.from_numpy(np.stack(rows))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_user_left_open_is_filled_in(tmp_path: Path) -> None:
+    report = export_module(Flat(), COLOURED, tmp_path / "flat.pt2")
+    assert report.spec.embedding_dim == 5
+    assert inspect_archive(report.path).spec == report.spec
+    assert report.worst_random > 0.999999
+    assert report.worst_real is None
+
+
+def test_a_file_that_differs_from_its_network_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "fickle.pt2"
+    path.write_text("what was here before")
+    with pytest.raises(CheckpointError, match=r"fickle\.pt2: not written: its results differ"):
+        export_module(Fickle(), COLOURED, path)
+    assert path.read_text() == "what was here before"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["fickle.pt2"]
+
+
+def test_cosine_of_shapes_that_differ_or_nan_is_the_worst() -> None:
+    a = torch.ones(2, 3)
+    assert worst_cosine([a], [a]) == 1
+    assert worst_cosine([a * 0], [a * 0]) == 1
+    assert worst_cosine([a], [a[:, :2]]) == -1
+    assert worst_cosine([a], [a * float("nan")]) == -1
+    assert worst_cosine([a], [torch.tensor([[1.0, 1, 1], [-1, -1, -1]])]) == pytest.approx(-1)
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("bf16", 0.999), ("fp16", 0.999)])
+def test_half_precision_stays_close_to_double_and_halves_the_file(
+    tmp_path: Path, precision: str, limit: float, example_slide: Path
+) -> None:
+    facts = FACTS["h0"]
+    assert facts.vit is not None
+    network = random_vit(narrow(facts.vit), depth=2)
+    spec = facts.spec().with_(embedding_dim=0, precision=precision)
+    tiles = sample_tiles(example_slide, spec)
+    exact = TileModel(random_vit(narrow(facts.vit), depth=2), spec.with_(precision="fp32"))
+    with torch.inference_mode():
+        single = exact(tiles)[0].double()
+    report = export_module(network, spec, tmp_path / "half.pt2", real_tiles=tiles)
+    assert report.worst_real is not None
+    assert report.worst_real > limit
+    model = build_server_model(report.path)
+    found = model._runner(tiles)[0]
+    assert found.dtype == torch.float32
+    assert functional.cosine_similarity(found.double(), single).min() > limit
+    assert report.spec.precision == precision
+    stored = sum(p.numel() for p in exact.parameters()) * 2
+    assert report.path.stat().st_size < stored * 1.2 + 300_000
+
+
+def test_a_float_model_is_exported_in_the_vendors_layout(tmp_path: Path) -> None:
+    spec = COLOURED.with_(input_layout="nchw_float32")
+    report = export_module(Flat(), spec, tmp_path / "f.pt2", real_tiles=random_tiles(2))
+    signature = inspect_archive(report.path).signature
+    assert signature is not None
+    assert str(signature.inputs[0]) == "float32 (N, 3, 8, 8)"
+
+
+def test_a_model_of_genes_takes_rna_beside_the_tile(tmp_path: Path) -> None:
+    spec = COLOURED.with_(
+        output_kind="prediction_and_embedding", rna_dim=7,
+        output_names=("A", "B"), prediction_dim=2, input_genes=tuple("abcdefg"),
+    )  # fmt: skip
+
+    class Genes(TinyRNA):
+        def forward(
+            self, tiles: torch.Tensor, rna: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(tiles.permute(0, 2, 3, 1), rna)
+
+    report = export_module(Genes(), spec, tmp_path / "g.pt2", real_tiles=random_tiles(3))
+    info = inspect_archive(report.path)
+    assert info.spec is not None
+    assert info.spec.output_names == ("A", "B")
+    assert info.spec.embedding_dim == 5
+    with pytest.raises(CheckpointError, match="gives 2 outputs, a model that makes embedding"):
+        export_module(Genes(), COLOURED.with_(rna_dim=7), tmp_path / "h.pt2")
+
+
+def test_a_folder_in_the_layout_of_h_optimus_0_becomes_a_model(
+    tmp_path: Path, example_slide: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = FACTS["h0"]
+    assert facts.vit is not None
+    shape = narrow(facts.vit)
+    network = random_vit(shape, depth=2)
+    folder = hub_folder(
+        tmp_path / "H-optimus-0", shape, network.state_dict(),
+        architecture="vit_giant_patch14_reg4_dinov2", num_classes=0,
+        pretrained_cfg={"mean": facts.mean, "std": facts.std, "input_size": [3, 224, 224]},
+    )  # fmt: skip
+    out = tmp_path / "h0.pt2"
+    # By the configuration alone: the table's width is that of the full model.
+    arguments = ["models", "export", str(folder), "-o", str(out), "--name", "h0-small",
+                 "--verify", str(example_slide), "--licence", "Apache-2.0"]  # fmt: skip
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert said.out.strip() == str(out)
+    assert "worst cosine, real tiles    1.0000000" in said.err
+    info = inspect_archive(out)
+    assert info.spec is not None
+    assert (info.spec.name, info.spec.licence, info.spec.prefix_tokens) == (
+        "h0-small", "Apache-2.0", 5,
+    )  # fmt: skip
+    assert info.spec.source_sha256 == file_sha256(folder / "model.safetensors")
+    tiles = sample_tiles(example_slide, info.spec)
+    assert tiles.shape == (4, 224, 224, 3)
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (facts.mean, facts.std))
+    with torch.inference_mode():
+        expected = network((tiles.permute(0, 3, 1, 2) / 255 - mean) / std)[:, 0]
+    found = build_server_model(out)._runner(tiles)[0]
+    assert functional.cosine_similarity(found, expected).min() > 0.999999
+
+
+def test_the_configuration_must_name_mean_and_std(tmp_path: Path) -> None:
+    facts = FACTS["uni"]
+    assert facts.vit is not None
+    shape = narrow(facts.vit)
+    folder = hub_folder(tmp_path / "m", shape, random_vit(shape, depth=2).state_dict())
+    with pytest.raises(CheckpointError, match="names no mean and std"):
+        from_folder(folder)
+    spec = from_folder(folder, overrides={"mean": (0.1, 0.2, 0.3), "std": (1.0, 1.0, 1.0)}).spec
+    assert spec.mean == (0.1, 0.2, 0.3)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        from_folder(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config\.json; say what it is: --as h0"):
+        from_folder(folder)
+
+
+def test_an_architecture_that_needs_timm_says_so(tmp_path: Path) -> None:
+    try:
+        import timm  # noqa: F401
+    except (ImportError, RuntimeError):
+        pass
+    else:
+        pytest.skip("timm is here")
+    folder = tmp_path / "resnet"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architecture": "resnet50"}))
+    write_safetensors(folder / "model.safetensors", {"conv1.weight": torch.zeros(64, 3, 7, 7)})
+    with pytest.raises(CheckpointError, match=r"resnet50: needs timm.*bioptimus-wsi\[export\]"):
+        from_folder(folder, facts_key="resnet50")
+    with pytest.raises(CheckpointError, match="not buildable by timm"):
+        from_folder(folder, facts_key="ctranspath")
+
+
+def test_a_python_function_gives_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_network.py").write_text(
+        "import torch\n"
+        "def build(): return torch.nn.Flatten()\n"
+        "def broken(): raise KeyError('weights')\n"
+        "def other(): return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    source = from_function("my_network:build", COLOURED)
+    assert isinstance(source.network, nn.Flatten)
+    assert source.spec.source == "my_network:build"
+    with pytest.raises(UsageError, match="cannot be imported"):
+        from_function("my_network:missing", COLOURED)
+    with pytest.raises(UsageError, match="cannot be imported"):
+        from_function("no_such_module:build", COLOURED)
+    with pytest.raises(CheckpointError, match=r"broken: failed: KeyError"):
+        from_function("my_network:broken", COLOURED)
+    with pytest.raises(CheckpointError, match="returned int"):
+        from_function("my_network:other", COLOURED)
+
+
+def test_nothing_is_downloaded_before_its_licence_is_accepted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(UsageError, match=r"MahmoodLab/UNI from .*CC-BY-NC-ND-4\.0"):
+        from_hub("uni", accept_licence=False)
+    assert main(["models", "export", "uni", "--from-hub"]) == 2
+    assert "--accept-licence" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="not buildable"):
+        from_hub("conch", accept_licence=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [("nothing-here", "neither a folder"), ("uni", "add --from-hub"), ("m:f", "--mean and --std")],
+)
+def test_a_source_that_is_none_says_what_one_is(source: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        export_source(
+            source, None, facts_key=None, overrides={}, device="cpu", slide=None, hub=False,
+            accept_licence=False,
+        )  # fmt: skip
