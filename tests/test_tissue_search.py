@@ -16,6 +16,7 @@ import pytest
 from benchmarks.tissue import ACCEPTED_IOU, CONDITIONS, Library, overlap, search
 from bioptimus.errors import UsageError
 from bioptimus.tissue import TissueMask, TissueOptions, find_tissue
+from bioptimus.tissue.find import _cleaned
 from tests.conftest import EXAMPLE_SLIDE
 
 Pixels = npt.NDArray[np.float32]
@@ -129,6 +130,24 @@ def test_holes_are_filled_up_to_their_area_in_um2() -> None:
     assert not found[155:190, 85:120].any()
     unfilled = find(on_glass(real_tissue(), holed), options=TissueOptions(max_hole_um2=0)).mask
     assert not unfilled[105:115, 95:105].any()
+
+
+def test_island_in_a_hole_does_not_keep_the_hole_open() -> None:
+    holed = TRUTH.copy()
+    holed[100:126, 90:116] = False
+    holed[111:115, 101:105] = True
+    assert find(on_glass(real_tissue(), holed)).mask[100:126, 90:116].all()
+
+
+@pytest.mark.parametrize("side", [24, 25, 26])
+def test_an_area_counts_every_pixel_of_an_island_and_of_a_hole(side: int) -> None:
+    image = np.zeros((200, 200), dtype=bool)
+    image[10 : 10 + side, 10 : 10 + side] = True  # an island of side x side pixels
+    image[60:180, 60:180] = True
+    image[100 : 100 + side, 100 : 100 + side] = False  # a hole of as many
+    cleaned = _cleaned(image, smallest_px=25 * 25, largest_hole_px=25 * 25)
+    assert cleaned[10, 10] == (side >= 25)
+    assert cleaned[100, 100] == (side <= 25)
 
 
 def test_grey_dust_fibres_and_coverslip_edges_are_no_tissue() -> None:

@@ -82,14 +82,16 @@ def estimate_background(
     Returns:
         The estimate; a usual white where no glass is seen.
     """
-    grey = pixels.mean(axis=2, dtype=np.float32)
-    tint = pixels.max(axis=2).astype(np.float32) - pixels.min(axis=2)
+    red, green, blue = cv2.split(pixels)
+    least = cv2.min(cv2.min(red, green), blue)
+    tint = cv2.subtract(cv2.max(cv2.max(red, green), blue), least)
+    grey = np.asarray(cv2.transform(pixels.astype(np.float32), np.full((1, 3), 1 / 3)), np.float32)
     rough = cv2.blur(np.abs(grey - cv2.blur(grey, (3, 3))), (3, 3))
     smooth = scanned & (rough <= SMOOTH)
     glass = smooth & (tint <= WIDEST_TINT) & (grey >= DIMMEST_GLASS)
     area = int(scanned.sum())
     enough = max(16, 0.0005 * area)
-    fill = glass & (rough == 0) & (pixels.min(axis=2) >= FILL_LEVEL)
+    fill = glass & (rough == 0) & (np.asarray(least) >= FILL_LEVEL)
     if (glass & ~fill).sum() >= max(enough, 0.02 * area):
         glass &= ~fill
         smooth &= ~fill
@@ -99,7 +101,11 @@ def estimate_background(
     like = glass & (np.abs(grey - brightness) <= 8)
     colour = np.median(pixels[like], axis=0).astype(np.float32)
     through = pixels / colour
-    spread = through.max(axis=2) - through.min(axis=2)
+    shares = cv2.split(through)
+    spread = cv2.subtract(
+        cv2.max(cv2.max(shares[0], shares[1]), shares[2]),
+        cv2.min(cv2.min(shares[0], shares[1]), shares[2]),
+    )
     shaded = smooth & (spread <= 0.05) & (grey >= SURFACE_RANGE[0] * brightness)
     return Background(
         colour=colour,

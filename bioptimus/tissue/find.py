@@ -60,8 +60,12 @@ def find_tissue(
         mask &= allowed
         steps.append(_step("pen marks", mask))
     area_um2 = mpp[0] * mpp[1]
-    mask = _fill_holes(mask, options.max_hole_um2 / area_um2) & allowed
-    mask = _drop_specks(mask, options.min_object_um2 / area_um2)
+    mask = _cleaned(
+        mask,
+        smallest_px=options.min_object_um2 / area_um2,
+        largest_hole_px=options.max_hole_um2 / area_um2,
+    )
+    mask &= allowed
     steps.append(_step("specks", mask))
     return TissueMask(mask=mask, downsample=downsample, method="auto", steps=tuple(steps))
 
@@ -118,26 +122,30 @@ def _connected_to(possible: BoolImage, certain: BoolImage) -> BoolImage:
     return np.asarray(keep[labels])
 
 
-def _drop_specks(mask: BoolImage, smallest_px: float) -> BoolImage:
-    """Without islands of fewer pixels than that."""
-    count, labels, stats, _ = cv2.connectedComponentsWithStats(
-        mask.astype(np.uint8), connectivity=8
-    )
-    keep = stats[:, cv2.CC_STAT_AREA] >= smallest_px
-    keep[0] = False
-    return np.asarray(keep[labels]) if count > 1 else mask
+def _cleaned(mask: BoolImage, *, smallest_px: float, largest_hole_px: float) -> BoolImage:
+    """With small holes filled and small islands dropped, by their number of pixels.
 
-
-def _fill_holes(mask: BoolImage, largest_px: float) -> BoolImage:
-    """With holes of at most so many pixels filled; a hole touches no edge of the image."""
-    _, labels, stats, _ = cv2.connectedComponentsWithStats((~mask).astype(np.uint8), connectivity=4)
-    height, width = mask.shape
-    inside = (
-        (stats[:, cv2.CC_STAT_LEFT] > 0)
-        & (stats[:, cv2.CC_STAT_TOP] > 0)
-        & (stats[:, cv2.CC_STAT_LEFT] + stats[:, cv2.CC_STAT_WIDTH] < width)
-        & (stats[:, cv2.CC_STAT_TOP] + stats[:, cv2.CC_STAT_HEIGHT] < height)
-    )
-    fill = inside & (stats[:, cv2.CC_STAT_AREA] <= largest_px)
-    fill[0] = False
-    return np.asarray(mask | fill[labels])
+    By their contours, which touch a small part of the image, rather than by labels of all pixels.
+    Contours run through pixels, so by Pick's theorem the area inside, with half of the contour,
+    counts the pixels of an island; without it, those of a hole, whose contour is around it.
+    """
+    image = mask.astype(np.uint8)
+    contours, hierarchy = cv2.findContours(image, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_NONE)
+    if hierarchy is None:
+        return mask
+    holes: list[int] = []
+    specks: set[int] = set()
+    for index, (contour, (_, _, _, parent)) in enumerate(zip(contours, hierarchy[0], strict=True)):
+        inside, half = cv2.contourArea(contour), len(contour) / 2
+        if parent < 0:
+            if inside + half + 1 < smallest_px:
+                specks.add(index)
+        elif inside - half + 1 <= largest_hole_px:
+            holes.append(index)
+    # Specks first: one may lie in a hole, and would be cut out of its filling.
+    for index in specks:
+        cv2.drawContours(image, contours, index, 0, cv2.FILLED)
+    for index in holes:
+        if int(hierarchy[0][index][3]) not in specks:
+            cv2.drawContours(image, contours, index, 1, cv2.FILLED)
+    return image > 0
