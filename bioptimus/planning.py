@@ -82,8 +82,8 @@ class PlanOptions:
         tile_mpp: Scale of a tile in µm/px; the model's if None.
         overlap_px: Pixels that neighbours share, at the tile's mpp; the model's if None.
         min_tissue: Tiles with at least this share of tissue are kept, 0..1; 0 keeps all.
-        tissue: ``auto`` looks for tissue, ``none`` takes the whole scanned area, anything else
-            is the path of a mask (PNG or GeoJSON).
+        tissue: ``auto`` looks for tissue, ``none`` takes the whole scanned area, a path ending in
+            ``.pt2`` asks the segmenter, any other is that of a mask (PNG or GeoJSON).
         keep_pen: Count pen marks as tissue.
     """
 
@@ -167,6 +167,11 @@ class SlidePlan:
         return self.grid[int(self.kept[position])]
 
 
+def is_tissue_model(tissue: str) -> bool:
+    """Whether ``PlanOptions.tissue`` names a segmentation model."""
+    return tissue.lower().endswith(".pt2")
+
+
 def plan_slide(
     slide: PlannableSlide,
     spec: TileSpec,
@@ -181,13 +186,14 @@ def plan_slide(
         spec: The tiles that the model wants.
         options: Changes to them, and what counts as tissue; the defaults if not given.
         segmenter: Finds the tissue in place of our own search where ``options.tissue`` is
-            ``auto``.
+            ``auto`` or a model; ``bioptimus.runtime.segmenter.open_segmenter`` loads one.
 
     Returns:
         The plan; with no tiles where there is no tissue, and a warning that says why.
 
     Raises:
-        UsageError: The tile, as changed by the options, is none.
+        UsageError: The tile, as changed by the options, is none; or a tissue model is asked
+            for and none is given.
         ResolutionError: The slide's scale is not known, or too coarse for the tiles.
         TissueError: A mask file cannot be read or does not fit, or the segmenter's does not.
         SlideReadError: The coarse image cannot be read.
@@ -210,7 +216,10 @@ def _find_mask(
     slide: PlannableSlide, options: PlanOptions, segmenter: Segmenter | None
 ) -> TissueMask:
     """The mask that the options ask for; only a mask file leaves the slide's pixels unread."""
-    if options.tissue not in ("auto", "none"):
+    by_model = is_tissue_model(options.tissue)
+    if by_model and segmenter is None:
+        raise UsageError(f"tissue {options.tissue}: load the model and pass it as segmenter")
+    if options.tissue not in ("auto", "none") and not by_model:
         return load_mask(Path(options.tissue), dimensions=slide.dimensions, mpp=slide.mpp)
     coarse = slide.coarse_image(TISSUE_MPP)
     if options.tissue == "none":

@@ -13,7 +13,7 @@ from cli import options as opt
 if TYPE_CHECKING:
     from bioptimus.batch.inputs import SlideInput
     from bioptimus.io.wsi import OpenOptions, Slide
-    from bioptimus.planning import PlanOptions, SlidePlan
+    from bioptimus.planning import PlanOptions, Segmenter, SlidePlan
     from bioptimus.tile_files import TileTable
 
 _TILES, _OUTPUT = "Tiles", "Output"
@@ -71,7 +71,7 @@ def tiles(
     """
     from bioptimus.batch.inputs import find_inputs
     from bioptimus.io.wsi import OpenOptions
-    from bioptimus.planning import PlanOptions
+    from bioptimus.planning import PlanOptions, is_tissue_model
 
     opening = OpenOptions(
         mpp_override=mpp_override,
@@ -91,6 +91,11 @@ def tiles(
     found = find_inputs(inputs, exclude=[out, *([dump] if dump else [])])
     for path, reason in found.skipped:
         typer.echo(f"not a slide: {path} ({reason})", err=True)
+    segmenter = None
+    if is_tissue_model(tissue):
+        from bioptimus.runtime.segmenter import open_segmenter
+
+        segmenter = open_segmenter(tissue)
     failed = 0
     with _table(csv) as table:
         for slide in found.slides:
@@ -99,6 +104,7 @@ def tiles(
                     slide,
                     opening,
                     planning,
+                    segmenter=segmenter,
                     pictures=out if overview else None,
                     table=table,
                     dump=dump,
@@ -132,6 +138,7 @@ def _plan_one(
     opening: "OpenOptions",
     planning: "PlanOptions",
     *,
+    segmenter: "Segmenter | None",
     pictures: Path | None,
     table: "TileTable | None",
     dump: Path | None,
@@ -155,7 +162,7 @@ def _plan_one(
         planning = replace(planning, tissue=str(job.mask))
     place = job.relative.with_name(strip_extension(job.relative.name))
     with Slide.open(job.path, opening) as slide:
-        plan = plan_slide(slide, TileSpec(), planning)
+        plan = plan_slide(slide, TileSpec(), planning, segmenter=segmenter)
         level = slide.tile_reader(plan.spec).level
         for warning in (*slide.warnings, *plan.warnings):
             typer.echo(f"{slide.name}: {warning.removeprefix(f'{slide.name}: ')}", err=True)
