@@ -47,6 +47,47 @@ def test_an_option_can_be_set_under_the_name_the_reference_gives(tmp_path: Path)
     assert "--width-px" in done.output
 
 
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+
+
+def command_lines(page: Path) -> list[str]:
+    """What a page tells people to type: lines of code and code in sentences."""
+    text = page.read_text().replace("\\\n", " ")
+    blocks = re.findall(r"^ *```(?:sh|console)?\n(.*?)^ *```", text, re.M | re.S)
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    code = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    code += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+    found = [re.sub(r"^(\$|srun) ", "", line) for line in code]
+    return [line for line in found if line.startswith(("bioptimus ", "--"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_tells_of_a_command_or_option_that_does_not_exist(page: Path) -> None:
+    options = {
+        word
+        for entry in ENTRIES
+        for parameter in parameters(entry)
+        for word in (*parameter.opts, *parameter.secondary_opts)
+    } | {"--help"}
+    titles = {entry.title for entry in ENTRIES}
+    groups = {entry.title for entry in ENTRIES if entry.is_group and entry.words}
+    for line in command_lines(page):
+        for option in re.findall(r"(?<!\S)--[a-z][\w-]*", line):
+            assert option in options, f"{page.name}: {line}"
+        words = line.split()
+        if words[0] == "bioptimus" and re.fullmatch("[a-z]+", words[1]):
+            title = " ".join(words[:2])
+            assert title in titles, f"{page.name}: {line}"
+            if title in groups and len(words) > 2:
+                assert " ".join(words[:3]) in titles, f"{page.name}: {line}"
+
+
+def test_every_command_has_a_place_in_the_written_pages() -> None:
+    told = " ".join(line for page in PAGES for line in command_lines(page))
+    for entry in ENTRIES:
+        assert entry.title in told, f"no page shows {entry.title}"
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="needs the extra 'docs'")
     site = tmp_path / "site"
