@@ -91,6 +91,8 @@ def _show_table(result: "RunResult") -> None:
         console.print("nothing to do: this share of the inputs is empty", highlight=False)
         return
     for path, reason in result.skipped:
+        if reason.startswith("companion"):
+            continue  # part of a slide that was taken; the run's report lists it
         console.print(f"not a slide: {path} ({reason})", markup=False, highlight=False)
     if sys.stderr.isatty():
         table = Table("slide", "state", "tiles", "failed tiles", "tiles/s", "seconds", "reason")

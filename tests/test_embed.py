@@ -264,7 +264,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
         ("--overlap-px", "224"),
         ("--min-tissue", "1.5"),
         ("--model", "no-such-model"),
-        ("--shard", "5/3"),
+        ("--shard", "0/3"),
         ("--dtype", "int8"),
     ],
 )

@@ -1,0 +1,230 @@
+"""Runs over folders: killed, stopped, shared by processes; nothing lost, nothing twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from bioptimus.batch.report import read_runs
+from bioptimus.tiles import TileSpec
+from tests.slides import tissue, write_pyramid
+from tests.tiny_models import TINY, save_module, tiny
+
+SLIDES = 6
+TILES = 256
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.pt2"
+    return save_module(tiny(), TINY.with_(tile=TileSpec(size_px=64)), path)
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six slides of 1024 x 1024 px at 0.5 µm/px, each turned another way."""
+    folder = tmp_path_factory.mktemp("slides")
+    for number in range(SLIDES):
+        pixels = np.roll(tissue(1024, 1024), number * 100, axis=number % 2)
+        write_pyramid(folder / f"slide {number}.tif", pixels, mpp=0.5, factors=(1, 4))
+    return folder
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "cli", *map(str, words)]
+
+
+def bioptimus(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*words), capture_output=True, text=True, check=False, timeout=110)
+
+
+def records(out: Path, kind: str = "slide") -> Iterator[dict[str, Any]]:
+    for path in sorted((out / "runs").glob("*.json")):
+        for line in path.read_text().splitlines():
+            record: dict[str, Any] = json.loads(line)
+            if record["kind"] == kind:
+                yield record
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slides: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed")
+    done = bioptimus("embed", slides, "--model", model, "--tissue", "none", "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def assert_same_files(out: Path, reference: Path) -> None:
+    names = sorted(path.relative_to(reference) for path in reference.rglob("*.h5"))
+    assert sorted(path.relative_to(out) for path in out.rglob("*.h5")) == names
+    for name in names:
+        with h5py.File(out / name) as file, h5py.File(reference / name) as other:
+            assert set(file) == set(other)
+            for dataset in file:
+                assert file[dataset].dtype == other[dataset].dtype
+                assert file[dataset][()].tobytes() == other[dataset][()].tobytes(), dataset
+
+
+def leftovers(out: Path) -> list[Path]:
+    return [path for path in out.rglob("*") if path.suffix in (".part", ".claim")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_fifty_kills_at_random_moments_lose_nothing(
+    slides: Path, model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.killed_runs", slides, model, tmp_path, "50"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kills, folders = map(int, done.stdout.split())
+    assert kills == 50
+    for folder in range(folders):
+        assert_same_files(tmp_path / str(folder), undisturbed)
+        assert leftovers(tmp_path / str(folder)) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_first_signal_keeps_what_was_computed_and_exits_with_its_code(
+    slides: Path, model: Path, undisturbed: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    words = ("embed", slides, "--model", model, "--tissue", "none", "--out", tmp_path)
+    running = subprocess.Popen(
+        command(*words, "--log-json", "--workers", "1"),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert running.stderr is not None
+    for line in running.stderr:
+        if json.loads(line)["event"] == "slide_planned":
+            running.send_signal(number)
+            break
+    _, rest = running.communicate(timeout=30)
+    assert running.returncode == code, rest
+    assert "Traceback" not in rest
+    assert not list(tmp_path.rglob("*.claim"))
+    states = Counter(record["state"] for record in records(tmp_path))
+    assert states["stopped"] >= SLIDES - 2
+    assert states["failed"] == 0
+    again = bioptimus(*words)
+    assert again.returncode == 0, again.stderr
+    assert_same_files(tmp_path, undisturbed)
+
+
+def test_two_devices_share_the_slides_and_make_each_once(
+    slides: Path, model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    words = ("embed", slides, "--model", model, "--tissue", "none", "--out", tmp_path)
+    done = bioptimus(*words, "--device", "cpu,cpu")
+    assert done.returncode == 0, done.stderr
+    made = Counter(each["slide"] for each in records(tmp_path) if each["state"] == "ok")
+    assert sorted(made.values()) == [1] * SLIDES
+    assert len(list((tmp_path / "runs").glob("*.json"))) == 2
+    assert f"{SLIDES} ok" in done.stderr
+    assert_same_files(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_eight_processes_make_each_of_forty_slides_once(model: Path, tmp_path: Path) -> None:
+    folder, out = tmp_path / "slides", tmp_path / "out"
+    folder.mkdir()
+    first = write_pyramid(folder / "0.tif", tissue(256, 256), mpp=0.5, factors=(1,))
+    for number in range(1, 40):
+        (folder / f"{number}.tif").write_bytes(first.read_bytes())
+    words = command("embed", folder, "--model", model, "--tissue", "none", "--out", out)
+    processes = [
+        subprocess.Popen(
+            words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ}
+        )
+        for _ in range(8)
+    ]
+    # One is killed while the others work: what it held is taken over by a rerun.
+    processes[0].kill()
+    for process in processes[1:]:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors.decode()
+    processes[0].communicate()
+    again = subprocess.run(words, capture_output=True, check=False, timeout=60)
+    assert again.returncode == 0, again.stderr.decode()
+    made = Counter(each["slide"] for each in records(out) if each["state"] == "ok")
+    assert len(made) == 40
+    assert set(made.values()) == {1}
+    assert leftovers(out) == []
+
+
+def test_shards_divide_the_slides_and_the_report_sums_them_up(
+    slides: Path, model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    words = ("embed", slides, "--model", model, "--tissue", "none", "--out", tmp_path)
+    for shard in ("1/2", "2/2"):
+        done = bioptimus(*words, "--shard", shard)
+        assert done.returncode == 0, done.stderr
+    per_run = [len(each["slides"]) for each in records(tmp_path, "inputs")]
+    assert per_run == [SLIDES / 2] * 2
+    assert_same_files(tmp_path, undisturbed)
+    report = bioptimus("report", tmp_path)
+    assert report.returncode == 0, report.stdout
+    assert f"2 runs: {SLIDES} ok; {SLIDES * TILES} tiles" in report.stdout
+
+
+def test_report_lists_what_no_run_accounted_for(undisturbed: Path, tmp_path: Path) -> None:
+    run = next((undisturbed / "runs").glob("*.json"))
+    lines = run.read_text().splitlines(keepends=True)
+    (tmp_path / "runs").mkdir()
+    # Killed while it wrote its third slide's line.
+    (tmp_path / "runs" / run.name).write_text("".join(lines[:4]) + lines[4][:40])
+    summary = read_runs(tmp_path)
+    assert len(summary.slides) == 2
+    assert len(summary.missing) == SLIDES - 2
+    done = bioptimus("report", tmp_path)
+    assert done.returncode == 1
+    assert f"2 ok, {SLIDES - 2} missing" in done.stdout
+
+
+def test_better_news_of_an_earlier_run_counts(undisturbed: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    run = next((undisturbed / "runs").glob("*.json"))
+    (tmp_path / "runs" / "1.json").write_text(run.read_text())
+    worse = []
+    for line in run.read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "slide":
+            record.update(state="failed", reason="lost mount")
+        worse.append(json.dumps(record))
+    (tmp_path / "runs" / "2.json").write_text("\n".join(worse) + "\n")
+    assert {each["state"] for each in read_runs(tmp_path).slides.values()} == {"ok"}
+
+
+def test_fail_fast_stops_at_the_first_failure_and_accounts_for_the_rest(
+    slides: Path, model: Path, tmp_path: Path
+) -> None:
+    done = bioptimus(
+        "embed",
+        tmp_path / "missing.tif",
+        slides,
+        "--model",
+        model,
+        "--fail-fast",
+        "--workers",
+        "1",
+        "--out",
+        tmp_path / "out",
+    )
+    assert done.returncode == 1
+    states = Counter(each["state"] for each in records(tmp_path / "out"))
+    assert states == {"failed": 1, "stopped": SLIDES}
