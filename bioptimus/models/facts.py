@@ -316,7 +316,7 @@ _TABLE = (
         key="resnet50", title="ResNet-50, ImageNet", repository="timm/resnet50.tv_in1k",
         licence="BSD-3-Clause", mean=IMAGENET_MEAN, std=IMAGENET_STD, dim=2048, pooling="none",
         interpolation="bilinear", timm_name="resnet50",
-        verified="needs timm (pip install 'bioptimus-wsi[export]'); figures not checked here",
+        verified="built with timm 1.0.31 at full size with random weights, exported and compared",
     ),
 )  # fmt: skip
 
