@@ -2,7 +2,8 @@
 
 Run ``python -m benchmarks.tissue --slides ../shared/slides --out tissue-pictures``. Prints the
 intersection over union for each condition over several seeds (worst, mean) and writes for each
-condition a picture: the slide, its known mask, what was found, the difference.
+condition a picture of its four worst seeds: the slide, its known mask, what was found, the
+difference. Exit code 1 when the mean of a condition is below 0.90.
 """
 
 import argparse
@@ -513,7 +514,7 @@ def main() -> int:
             pictures.append(picture(made, found, title))
         worst = int(np.argmin(scores))
         print(f"{name:<16} {np.mean(scores):8.3f} {scores[worst]:7.3f} {worst:5d}", flush=True)
-        if scores[worst] < ACCEPTED_IOU:
+        if np.mean(scores) < ACCEPTED_IOU:
             poor.append(name)
         if arguments.out:
             order = np.argsort(scores)[:4]
@@ -523,7 +524,7 @@ def main() -> int:
             sheet.save(arguments.out / f"{name.replace(' ', '-').replace(',', '')}.png")
     print(f"search on 3125 x 3125 px: {time_large():.2f} s CPU (budget 1 s)")
     if poor:
-        print(f"below {ACCEPTED_IOU}: {', '.join(poor)}")
+        print(f"mean below {ACCEPTED_IOU}: {', '.join(poor)}")
     return 1 if poor else 0
 
 

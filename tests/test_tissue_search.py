@@ -90,6 +90,13 @@ def test_brown_and_blue_stain_are_one_tissue_also_where_they_mix_to_grey() -> No
     check_found(on_glass(np.exp(-loss).astype(np.float32)))
 
 
+def test_wide_grey_within_stain_is_tissue_and_beside_it_is_not() -> None:
+    pixels = on_glass(real_tissue())
+    pixels[90:190, 80:140] = 150  # 800 x 480 µm, more than any hole that is filled
+    pixels[110:210, 271:299] = 150
+    check_found(pixels)
+
+
 def test_fat_is_tissue_though_its_cells_are_as_clear_as_glass() -> None:
     # Cells of 10 px with membranes that take away a tenth to a third of the light.
     noise = np.random.default_rng(3).uniform(0.4, 1.6, (SIDE, SIDE, 1))

@@ -17,6 +17,8 @@ ByteImage = npt.NDArray[np.uint8]
 # Where two stains mix to grey, between stained parts so far apart, darkness is enough.
 BRIDGE_UM = 100.0
 BRIDGE_DARKNESS = 0.06
+# It is also where the stain lies around so much of its border.
+ENCLOSED_SHARE = 0.6
 # Thinner than this is a fibre or the compression's noise, unless it is surely stained.
 THINNEST_UM = 32.0
 # Black that reaches the image's edge is a border that a scanner painted.
@@ -93,7 +95,25 @@ def _stained(
     thick = cv2.morphologyEx(mask.astype(np.uint8), cv2.MORPH_OPEN, _disc(THINNEST_UM, mpp)) > 0
     mask &= np.asarray(thick | stain.certain, dtype=bool)
     closed = cv2.morphologyEx(mask.astype(np.uint8), cv2.MORPH_CLOSE, _disc(BRIDGE_UM, mpp)) > 0
-    return np.asarray(mask | (closed & scanned & (stain.dark >= round(BRIDGE_DARKNESS / STEP))))
+    grey = scanned & (stain.dark >= round(BRIDGE_DARKNESS / STEP))
+    mask = np.asarray(mask | (closed & grey), dtype=bool)
+    return mask | _enclosed(grey & ~mask, mask)
+
+
+def _enclosed(grey: BoolImage, mask: BoolImage) -> BoolImage:
+    """The pieces of ``grey`` most of whose border is the mask's."""
+    count, labels = cv2.connectedComponents(grey.astype(np.uint8), connectivity=4)
+    by_mask, by_other = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    before, after = np.s_[:, :-1], np.s_[:, 1:]
+    above, below = np.s_[:-1], np.s_[1:]
+    for inner, outer in ((before, after), (after, before), (above, below), (below, above)):
+        edge = grey[inner] & ~grey[outer]
+        label, stained = labels[inner][edge], mask[outer][edge]
+        by_mask += np.bincount(label[stained], minlength=count)
+        by_other += np.bincount(label[~stained], minlength=count)
+    keep = by_mask > ENCLOSED_SHARE * (by_mask + by_other)
+    keep[0] = False
+    return np.asarray(keep[labels], dtype=bool)
 
 
 def _disc(diameter_um: float, mpp: tuple[float, float]) -> npt.NDArray[np.uint8]:
