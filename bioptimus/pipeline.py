@@ -6,7 +6,6 @@ written as it arrives; whatever ends the slide early leaves a part file that a r
 """
 
 import asyncio
-import hashlib
 import logging
 import math
 import platform
@@ -32,12 +31,13 @@ from bioptimus.errors import (
     StoppedError,
     _ForwardError,
 )
+from bioptimus.inference.layout import digest_of
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
 from bioptimus.io.wsi import OpenOptions, Slide, TileReader
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode
-from bioptimus.planning import PlanOptions, SlidePlan, plan_slide
+from bioptimus.planning import PlanOptions, Segmenter, SlidePlan, plan_slide
 from bioptimus.runtime.archive import file_sha256
 
 log = logging.getLogger(__name__)
@@ -194,6 +194,7 @@ def process_slide(
     readers: Executor,
     stop: StopSignal,
     listener: SlideListener,
+    segmenter: Segmenter | None = None,
 ) -> SlideReport:
     """Embed or predict one slide and write its file.
 
@@ -206,6 +207,7 @@ def process_slide(
         readers: Threads that read tiles; shared by all slides.
         stop: Once it says so, no more tiles are read; what is under way lands and is written.
         listener: Hears the progress.
+        segmenter: Finds the tissue where the options name a model for it.
 
     Returns:
         What became of the slide. An error does not leave this function: it is the report's
@@ -214,7 +216,7 @@ def process_slide(
     report = SlideReport(slide=str(job.path), extra=dict(job.extra))
     start = time.perf_counter()
     try:
-        _process(job, report, client, options, readers, stop, listener)
+        _process(job, report, client, options, readers, stop, listener, segmenter)
     except StoppedError as exc:
         report.state, report.reason, report.error = "stopped", str(exc), exc
     except BioptimusError as exc:
@@ -241,6 +243,7 @@ def _process(
     readers: Executor,
     stop: StopSignal,
     listener: SlideListener,
+    segmenter: Segmenter | None,
 ) -> None:
     if job.problem is not None:
         raise SlideOpenError(f"{job.name}: {job.problem}")
@@ -253,11 +256,11 @@ def _process(
         report.reader = slide.reader
         report.warnings.extend(slide.warnings)
         parameters = digest_parameters(slide, client, options, planning, job)
-        digest = parameters_digest(parameters)
+        digest = digest_of(parameters)
         if not options.overwrite and _is_done(job, digest, parameters, report):
             return
         with report.seconds.measure("tissue"):
-            plan = plan_slide(slide, spec.tile, planning)
+            plan = plan_slide(slide, spec.tile, planning, segmenter=segmenter)
         report.warnings.extend(plan.warnings)
         report.tiles_planned = len(plan.kept)
         file_plan = _file_plan(slide, plan, client, options, planning, job, digest, parameters)
@@ -348,13 +351,6 @@ def digest_parameters(
         "icc": options.opening.icc,
         "dtype": options.dtype,
     }
-
-
-def parameters_digest(parameters: Mapping[str, Any]) -> str:
-    """SHA-256 over the parameters, whatever their order."""
-    import orjson
-
-    return hashlib.sha256(orjson.dumps(dict(parameters), option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _file_plan(

@@ -15,6 +15,7 @@ import openslide
 import pytest
 import torch
 
+from bioptimus.models.types import ModelSpec
 from bioptimus.runtime.builtin import weights_path
 from bioptimus.runtime.lite0 import lite0_from_weights
 from bioptimus.tiles import TileSpec, plan_tiles
@@ -22,6 +23,7 @@ from bioptimus.verify import verify
 from tests.conftest import EXAMPLE_SLIDE
 from tests.slides import write_pyramid
 from tests.test_hdf5_contract import check_attributes, table
+from tests.tiny_models import save_module
 
 TILES_OF_EXAMPLE = 140
 
@@ -283,3 +285,26 @@ def test_options_can_come_from_the_environment(tmp_path: Path) -> None:
         env={"BIOPTIMUS_EMBED_OUT": str(tmp_path / "elsewhere")},
     )
     assert str(tmp_path / "elsewhere") in done.stdout
+
+
+def test_tissue_model_takes_the_place_of_the_search(tmp_path: Path) -> None:
+    spec = ModelSpec(name="dark", tile=TileSpec(size_px=512, mpp=8.0), output_kind="mask")
+    segmenter = save_module(DarkIsTissue(), spec, tmp_path / "dark.pt2")
+    pixels = np.full((1024, 1024, 3), 240, np.uint8)
+    pixels[:512, :512] = 40
+    slide = write_pyramid(tmp_path / "slide.tif", pixels, mpp=0.5, factors=(1, 4))
+    done = bioptimus(
+        *("embed", slide, "--tissue", segmenter, "--out", tmp_path / "out"),
+        *("--tile-size-px", "224", "--min-tissue", "0.9"),
+    )
+    assert done.returncode == 0, done.stderr
+    with h5py.File(done.stdout.strip()) as file:
+        assert file["coords"][:].tolist() == [[0, 0], [224, 0], [0, 224], [224, 224]]
+        assert file.attrs["tissue_method"] == "model"
+
+
+class DarkIsTissue(torch.nn.Module):
+    """uint8 (N, 512, 512, 3) → (N, 512, 512), 1 where it is dark."""
+
+    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+        return (tiles.float().mean(3) < 128).float()

@@ -33,6 +33,7 @@ from bioptimus.pipeline import (
     library_versions,
     process_slide,
 )
+from bioptimus.planning import Segmenter, is_tissue_model
 from bioptimus.runtime.loader import (
     ModelChoice,
     build_server_model,
@@ -40,6 +41,7 @@ from bioptimus.runtime.loader import (
     resolve_model,
     wanted_device,
 )
+from bioptimus.runtime.segmenter import open_segmenter
 
 log = logging.getLogger(__name__)
 
@@ -257,6 +259,9 @@ def _run_jobs(
     # Before loading: how many passes the model lets run side by side follows from it.
     torch.set_num_threads(plan.threads)
     model = build_server_model(work.model.name, work.model.checkpoint, device, sha256=config.sha256)
+    segmenter = None
+    if is_tissue_model(config.slide.plan.tissue):
+        segmenter = open_segmenter(config.slide.plan.tissue, device=device)
     listener.run_started(len(work.jobs), device=model.device)
     batch_size = config.batch_size or (
         _BATCH_ON_CPU if model.device == "cpu" else _BATCH_ON_ACCELERATOR
@@ -279,6 +284,7 @@ def _run_jobs(
             run_file=run_file,
             listener=listener,
             stop=stop,
+            segmenter=segmenter,
         )
         return workers.run(plan.workers)
 
@@ -299,6 +305,7 @@ class _Workers:
     run_file: RunFile
     listener: RunListener
     stop: StopSignal
+    segmenter: Segmenter | None
     _next: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _reports: dict[int, SlideReport] = field(default_factory=dict)
@@ -402,4 +409,5 @@ class _Workers:
                 readers=self.readers,
                 stop=self,
                 listener=self.listener,
+                segmenter=self.segmenter,
             )
