@@ -25,7 +25,7 @@ from bioptimus.view.source import open_source
 from tests.results import Sample, sample_slide, write_result
 
 NO_MPP = "no mpp in its metadata; pass --mpp-override"
-HOSTILE = 'x"><script>alert(1)</script>&.svs'
+HOSTILE = 'x"><script>alert(1)<!--&.svs'
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +202,17 @@ def test_a_line_cut_short_by_a_kill_is_passed_over(out: Path) -> None:
     path = out / "runs" / "1.json"
     path.write_text(path.read_text() + '{"kind": "sli')
     assert len(collect(out).slides) == 7
+
+
+def test_many_reasons_do_not_bury_the_table(out: Path) -> None:
+    slides = [f"slides/{number}.svs" for number in range(9)]
+    records = [record(slide, "failed", reason=f"{slide}: fault {slide}") for slide in slides]
+    write_run(out, "22", slides, records)
+    text = render(collect(out), {})
+    listed = text.split('class="failures"')[1].split("</section>")[0]
+    assert listed.count("<strong>") == 5
+    assert NO_MPP in listed, "the most frequent reason comes first"
+    assert "6 more reasons" in listed
 
 
 def test_a_folder_that_holds_no_run_is_a_usage_error(tmp_path: Path) -> None:

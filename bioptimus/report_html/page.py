@@ -38,6 +38,9 @@ _COLUMNS = (
     ("seconds", "Seconds", True),
 )
 
+# The most frequent ones; the rest stand in the table, which begins with what is not done.
+_REASONS_SHOWN = 5
+
 _PARTS = ("open", "tissue", "read", "wait", "forward", "write")
 
 
@@ -117,12 +120,16 @@ def _failures(slides: Sequence[SlideEntry]) -> str:
     if not by_reason:
         return ""
     items = []
-    for reason, entries in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+    ranked = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    for reason, entries in ranked[:_REASONS_SHOWN]:
         names = ", ".join(Path(entry.slide).name for entry in entries[:6])
         more = f" and {len(entries) - 6} more" if len(entries) > 6 else ""
         items.append(
             f'<li><strong>{_(reason)}</strong><br><span class="quiet">{_(names)}{more}</span></li>'
         )
+    if len(ranked) > _REASONS_SHOWN:
+        rest = len(ranked) - _REASONS_SHOWN
+        items.append(f'<li class="quiet">and {rest:,} more reasons, each in the table below</li>')
     count = sum(map(len, by_reason.values()))
     title = "1 slide is not done" if count == 1 else f"{count:,} slides are not done"
     return f'<section class="failures"><h2>{title}</h2><ul>{"".join(items)}</ul></section>'

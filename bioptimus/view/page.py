@@ -469,7 +469,7 @@ class Page:
                 linespacing=1.3,
             )  # fmt: skip
             typical = clusters.nearest_rows(scores, cluster=number, count=3)
-            side = min(line * 0.88, 0.47)
+            side = min(line * 0.88, 0.43)
             for place, pixels in enumerate(pictures.tiles(typical)):
                 left = box.x0 + 0.104 + place * (side + 0.03) / PAGE_INCHES
                 crop = self.figure.add_axes(
