@@ -1,0 +1,14 @@
+#!/bin/bash
+# One NVIDIA GPU, ten minutes, one table: large random transformers exported, compiled for this
+# GPU, compared, timed alone by batch size, and end to end over large slides.
+#
+#   benchmarks/gpu.sh                       everything; stops itself after nine minutes
+#   benchmarks/gpu.sh --device cpu --small  every step in small on a CPU, to see that it runs
+#
+# Needs the package's dependencies with a CUDA build of torch, a C++ compiler, nvidia-smi, about
+# 12 GB of disk in $TMPDIR, and no network.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+exec "$python" -m benchmarks.gpu "$@"
