@@ -29,6 +29,7 @@ from bioptimus.errors import (
     SlideOpenError,
     SlideReadError,
     StoppedError,
+    UsageError,
     _ForwardError,
 )
 from bioptimus.inference.layout import digest_of
@@ -36,7 +37,8 @@ from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
 from bioptimus.io.wsi import OpenOptions, Slide, TileReader
 from bioptimus.models.clients.local import InProcessClient
-from bioptimus.models.types import InferenceMode
+from bioptimus.models.types import InferenceMode, ModelSpec
+from bioptimus.omics import read_bulk_rna
 from bioptimus.planning import PlanOptions, Segmenter, SlidePlan, plan_slide
 from bioptimus.runtime.archive import file_sha256
 
@@ -64,6 +66,8 @@ class SlideOptions:
         dtype: Stored type of embeddings and predictions.
         max_failed_tiles: Share of planned tiles that may fail before the slide does, 0..1.
         overwrite: Replace a finished file that was made otherwise.
+        gene_column: Column of gene names in bulk RNA tables; found by its usual names if None.
+        value_column: Column of TPM values in them; found by its usual names if None.
     """
 
     mode: InferenceMode = InferenceMode.EMBEDDING
@@ -72,6 +76,8 @@ class SlideOptions:
     dtype: Literal["float32", "float16"] = "float32"
     max_failed_tiles: float = 0.01
     overwrite: bool = False
+    gene_column: str | None = None
+    value_column: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +256,7 @@ def _process(
     opening, planning = job_options(job, options)
     spec = client.model.model_spec
     with report.seconds.measure("open"):
+        bulk_rna = _bulk_rna(job, spec, options, report)
         slide = Slide.open(job.read_path or job.path, opening)
     with slide:
         report.mpp, report.mpp_source = slide.mpp, slide.resolution.source
@@ -284,6 +291,7 @@ def _process(
                     plan=plan,
                     tiles=slide.tile_reader(plan.spec),
                     writer=writer,
+                    bulk_rna=bulk_rna,
                 )
                 asyncio.run(work.run(pending))
             state: Literal["ok", "empty"] = "ok" if report.tiles_planned else "empty"
@@ -302,6 +310,25 @@ def _is_done(job: SlideJob, digest: str, parameters: dict[str, Any], report: Sli
         return False
     report.state, report.reason, report.output = "skipped", "done already", str(job.output)
     return True
+
+
+def _bulk_rna(
+    job: SlideJob, spec: ModelSpec, options: SlideOptions, report: SlideReport
+) -> npt.NDArray[np.float32] | None:
+    if job.bulk_rna is None:
+        if spec.rna_dim:
+            raise UsageError(
+                f"{job.name}: {spec.name} reads bulk RNA; pass --bulk-rna, or a bulk_rna column"
+            )
+        return None
+    if not spec.rna_dim:
+        report.warnings.append(f"{spec.name} reads no bulk RNA: {job.bulk_rna} is not used")
+        return None
+    found = read_bulk_rna(
+        job.bulk_rna, spec, gene_column=options.gene_column, value_column=options.value_column
+    )
+    report.warnings.extend(found.warnings)
+    return found.values
 
 
 def job_options(job: SlideJob, options: SlideOptions) -> tuple[OpenOptions, PlanOptions]:
@@ -329,7 +356,8 @@ def digest_parameters(
     Returns:
         JSON-ready values with names that a message can show.
     """
-    tile = planning.applied_to(client.model.model_spec.tile)
+    spec = client.model.model_spec
+    tile = planning.applied_to(spec.tile)
     mask_given = planning.tissue not in ("auto", "none")
     # A mask counts by its content, not by its path.
     tissue = "mask" if mask_given else planning.tissue
@@ -347,7 +375,7 @@ def digest_parameters(
         "tissue": tissue,
         "tissue mask sha256": file_sha256(Path(planning.tissue)) if mask_given else "",
         "keep pen": planning.keep_pen,
-        "bulk RNA sha256": file_sha256(job.bulk_rna) if job.bulk_rna else "",
+        "bulk RNA sha256": file_sha256(job.bulk_rna) if job.bulk_rna and spec.rna_dim else "",
         "icc": options.opening.icc,
         "dtype": options.dtype,
     }

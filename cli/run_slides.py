@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _RUN_NAMES = (
     *("out", "model", "checkpoint", "sha256", "device", "batch_size", "max_wait_ms"),
     *("workers", "readers", "threads", "shard", "stage", "stage_gb", "fail_fast"),
-    *("bulk_rna", "gene_column", "value_column"),
+    "bulk_rna",
 )
 
 
@@ -76,6 +76,8 @@ def _config(options: Mapping[str, Any], mode: "InferenceMode") -> "RunConfig":
             dtype=options["dtype"].value,
             max_failed_tiles=options["max_failed_tiles"],
             overwrite=options["overwrite"],
+            gene_column=options.get("gene_column"),
+            value_column=options.get("value_column"),
         ),
         **{name: options[name] for name in _RUN_NAMES if name in options},
     )

@@ -23,7 +23,7 @@ from bioptimus.verify import verify
 from tests.conftest import EXAMPLE_SLIDE
 from tests.slides import write_pyramid
 from tests.test_hdf5_contract import check_attributes, table
-from tests.tiny_models import save_module
+from tests.tiny_models import TinyRNA, save_module
 
 TILES_OF_EXAMPLE = 140
 
@@ -308,3 +308,53 @@ class DarkIsTissue(torch.nn.Module):
 
     def forward(self, tiles: torch.Tensor) -> torch.Tensor:
         return (tiles.float().mean(3) < 128).float()
+
+
+RNA = ModelSpec(
+    name="rna",
+    tile=TileSpec(size_px=64),
+    output_kind="prediction_and_embedding",
+    embedding_dim=5,
+    prediction_dim=2,
+    output_names=("GENE1", "GENE2"),
+    omics_transform="log1p",
+    rna_dim=7,
+    input_genes=tuple(f"ENSG0000000000{number}" for number in range(7)),
+)
+
+
+def test_bulk_rna_reaches_the_model_in_its_gene_order_and_comes_back_as_tpm(
+    tmp_path: Path,
+) -> None:
+    model = save_module(TinyRNA(), RNA, tmp_path / "rna.pt2")
+    slide = write_pyramid(tmp_path / "slide.tif", np.zeros((128, 128, 3), np.uint8), mpp=0.5)
+    table = tmp_path / "rna.csv"
+    # Backwards, with version suffixes: the model's own order and names must come of it.
+    rows = [f"ENSG0000000000{number}.{number + 1},{number * 1000}" for number in range(7)]
+    table.write_text("gene,tpm\n" + "\n".join(reversed(rows)) + "\n")
+    listed = tmp_path / "list.csv"
+    listed.write_text("slide,bulk_rna\nslide.tif,rna.csv\n")
+    for number, words in enumerate([(slide, "--bulk-rna", table), (listed,)]):
+        done = bioptimus(
+            *("predict", *words, "--model", model, "--with-embeddings", "--tissue", "none"),
+            *("--out", tmp_path / f"out{number}"),
+        )
+        assert done.returncode == 0, done.stderr
+        with h5py.File(done.stdout.strip()) as file:
+            assert [name.decode() for name in file["output_names"][:]] == ["GENE1", "GENE2"]
+            names = tuple(name.decode() for name in file["input_gene_names"][:])
+            assert names == RNA.input_genes
+            # The model hands the first two genes on; the tiles are black and add nothing.
+            np.testing.assert_allclose(file["predictions"][:], [[0, 1000]] * 4, rtol=1e-5)
+            assert file["features"].shape == (4, 5)
+    without = bioptimus("predict", slide, "--model", model, "--out", tmp_path / "out")
+    assert without.returncode == 1
+    assert "--bulk-rna" in without.stderr
+
+
+def test_bulk_rna_for_a_model_that_reads_none_is_wrong_usage(tmp_path: Path) -> None:
+    table = tmp_path / "rna.csv"
+    table.write_text("gene,tpm\nA,1\n")
+    done = bioptimus("predict", EXAMPLE_SLIDE, "--bulk-rna", table, "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert "reads no bulk RNA" in done.stderr

@@ -72,8 +72,6 @@ class RunConfig:
         stage_gb: Most gigabytes staged at once.
         fail_fast: Stop at the first failed slide.
         bulk_rna: Table of TPM values for every slide that the inputs name none for.
-        gene_column: Its column of gene names.
-        value_column: Its column of TPM values.
         slide: How each slide is processed.
         command: Words of the command line, for the report.
     """
@@ -94,8 +92,6 @@ class RunConfig:
     stage_gb: float = 100.0
     fail_fast: bool = False
     bulk_rna: Path | None = None
-    gene_column: str | None = None
-    value_column: str | None = None
     slide: SlideOptions = field(default_factory=SlideOptions)
     command: tuple[str, ...] = ()
 
@@ -197,6 +193,8 @@ def list_work(config: RunConfig) -> Work:
     choice = resolve_model(config.model, config.checkpoint, sha256=config.sha256)
     _check_mode(choice.spec, config.slide.mode)
     config.slide.plan.applied_to(choice.spec.tile)
+    if config.bulk_rna is not None and not choice.spec.rna_dim:
+        raise UsageError(f"{choice.spec.name}: reads no bulk RNA; leave out --bulk-rna")
     inputs = find_inputs(config.inputs, exclude=(config.out,))
     slides = inputs.slides
     if config.shard is not None:
