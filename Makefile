@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test check bench bench-read docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ bench: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+bench-read: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.reading
 
 clean:
 	rm -rf $(VENV) build dist demo-out site

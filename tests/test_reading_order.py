@@ -2,6 +2,8 @@
 
 import threading
 import tracemalloc
+from collections.abc import Callable, Hashable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,52 +138,88 @@ def test_threads_read_the_same_pixels_as_one_alone(
 # ---- the cache ----
 
 
+def _read(
+    cache: TileCache, key: Hashable, decode: Callable[[slides.Pixels], None], size: int = 300
+) -> slides.Pixels:
+    slot = cache.acquire(key, (size,), decode)
+    try:
+        return slot.pixels.copy()
+    finally:
+        cache.release(slot)
+
+
+def _fill(value: int, out: slides.Pixels) -> None:
+    out[:] = value
+
+
+def _never(_out: slides.Pixels) -> None:
+    pytest.fail("decoded twice")
+
+
 def test_cache_stays_below_its_limit_and_drops_the_oldest() -> None:
     cache = TileCache(1000)
     for key in range(10):
-        cache.get(key, lambda: np.zeros((10, 30), np.uint8))
+        assert (_read(cache, key, partial(_fill, key)) == key).all()
         assert cache.held_bytes <= 1000
+    assert (_read(cache, 9, _never) == 9).all()
     fresh: list[int] = []
 
-    def decode() -> Any:
+    def decode(out: slides.Pixels) -> None:
         fresh.append(1)
-        return np.zeros((10, 30), np.uint8)
+        out[:] = 0
 
-    cache.get(9, decode)
-    assert fresh == []
-    cache.get(0, decode)
+    _read(cache, 0, decode)
     assert fresh == [1]
+
+
+def test_tiles_of_several_sizes_share_the_limit() -> None:
+    cache = TileCache(1000)
+    for key in range(30):
+        size = (100, 333, 700)[key % 3]
+        assert (_read(cache, key, partial(_fill, key), size) == key).all()
+        assert cache.held_bytes <= 1000
 
 
 def test_tile_larger_than_the_cache_is_still_kept_while_it_is_the_newest() -> None:
     cache = TileCache(10)
-    cache.get("a", lambda: np.zeros(100, np.uint8))
-    assert cache.get("a", lambda: pytest.fail("decoded twice")).size == 100
+    _read(cache, "a", partial(_fill, 1))
+    assert _read(cache, "a", _never).size == 300
+
+
+def test_memory_of_a_tile_being_read_is_not_given_away() -> None:
+    cache = TileCache(600)
+    held = cache.acquire("held", (300,), partial(_fill, 7))
+    for key in range(10):
+        _read(cache, key, partial(_fill, key))
+    assert (held.pixels == 7).all()
+    cache.clear()
+    _read(cache, "other", partial(_fill, 8))
+    assert (held.pixels == 7).all()
+    cache.release(held)
 
 
 def test_failed_decode_is_not_remembered() -> None:
     cache = TileCache(1000)
 
-    def fail() -> Any:
+    def fail(_out: slides.Pixels) -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        cache.get("a", fail)
-    assert cache.get("a", lambda: np.ones(3, np.uint8)).sum() == 3
-    assert cache.held_bytes == 3
+        cache.acquire("a", (300,), fail)
+    assert (_read(cache, "a", partial(_fill, 1)) == 1).all()
 
 
-def test_tile_wanted_by_two_threads_is_decoded_by_one() -> None:
+def test_tile_wanted_by_several_threads_is_decoded_by_one() -> None:
     cache, decoding, go = TileCache(1000), threading.Event(), threading.Event()
     calls: list[int] = []
 
-    def slow() -> Any:
+    def slow(out: slides.Pixels) -> None:
         calls.append(1)
         decoding.set()
         assert go.wait(10)
-        return np.ones(3, np.uint8)
+        out[:] = 1
 
-    workers = [threading.Thread(target=lambda: cache.get("a", slow)) for _ in range(4)]
+    workers = [threading.Thread(target=_read, args=(cache, "a", slow)) for _ in range(4)]
     workers[0].start()
     assert decoding.wait(10)
     for worker in workers[1:]:
@@ -190,6 +228,36 @@ def test_tile_wanted_by_two_threads_is_decoded_by_one() -> None:
     for worker in workers:
         worker.join(10)
     assert calls == [1]
+
+
+def test_threads_that_crowd_a_small_cache_never_see_each_others_pixels() -> None:
+    cache = TileCache(1000)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        keys = np.random.default_rng(seed).integers(0, 20, 2000).tolist()
+        wrong.extend(key for key in keys if _read(cache, key, partial(_fill, key)).mean() != key)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert wrong == []
+
+
+def test_tiles_handed_out_are_the_callers_own(example_slide: Path) -> None:
+    spec = TileSpec()
+    with Slide.open(example_slide) as slide:
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        reader = slide.tile_reader(spec)
+        first = reader.read(grid[20])
+        before = first.copy()
+        for tile in grid[:60]:
+            reader.read(tile)[:] = 0
+        np.testing.assert_array_equal(first, before)
+        assert first.flags.c_contiguous
+        np.testing.assert_array_equal(reader.read(grid[20]), before)
 
 
 def test_memory_stays_flat_over_a_hundred_thousand_tiles(tmp_path: Path) -> None:

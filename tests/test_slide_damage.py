@@ -1,6 +1,7 @@
 """Damaged slides: what is broken fails alone."""
 
 import logging
+import shutil
 import threading
 from pathlib import Path
 from typing import Literal
@@ -143,3 +144,21 @@ def test_slide_that_lost_its_end_opens_with_a_warning(tmp_path: Path) -> None:
         grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
         results = slide.tile_reader(spec).read_block(list(grid))
     assert [isinstance(result, SlideReadError) for result in results] == [True] + [False] * 15
+
+
+def test_one_unreadable_jpeg2000_tile_fails_alone(tmp_path: Path, shared_slides: Path) -> None:
+    path = tmp_path / "a.svs"
+    shutil.copyfile(shared_slides / "aperio" / "jp2k-no-mpp.svs", path)
+    path.chmod(0o644)
+    slides.damage_tile(path, index=8)
+    for reader in READERS:
+        with Slide.open(path, OpenOptions(reader=reader, mpp_override=0.5)) as slide:
+            # 1024 x 1024 of whole stored tiles; seven in a row.
+            cells = [_grid(slide)[7 * row + column] for row in range(4) for column in range(4)]
+            results = slide.tile_reader(SPEC).read_block(cells)
+        failed = [cell.index for cell, r in zip(cells, results, strict=True) if _is_error(r)]
+        assert failed == [8]
+
+
+def _is_error(result: object) -> bool:
+    return isinstance(result, SlideReadError)

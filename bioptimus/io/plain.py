@@ -17,7 +17,7 @@ import tifffile
 from bioptimus.errors import SlideOpenError
 from bioptimus.io.metadata import Metadata
 from bioptimus.io.sources import WHITE, Pixels
-from bioptimus.io.tiff import StoredLevel, TiffSource, UnsupportedLayoutError, stored_level
+from bioptimus.io.tiff import StoredLevel, TiffSource, UnsupportedLayoutError, put, stored_level
 
 log = logging.getLogger(__name__)
 
@@ -168,9 +168,9 @@ def _cut_strips(level: StoredLevel, page: tifffile.TiffPage) -> StoredLevel:
     lengths = np.broadcast_to(np.minimum(rows, level.height - tops) * row_bytes, offsets.shape)
     is_inverted = int(page.photometric) == 0
 
-    def decode(_number: int, data: bytes) -> Pixels:
+    def decode(_number: int, data: bytes, out: Pixels) -> None:
         pixels = np.frombuffer(data, np.uint8).reshape(-1, level.width, samples)
-        return 255 - pixels if is_inverted else pixels
+        put(255 - pixels if is_inverted else pixels, out)
 
     return replace(
         level,
@@ -233,10 +233,12 @@ def _open_picture(
         height=height,
         tile_width=width,
         tile_height=height,
+        is_tiled=True,
         planes=1,
+        samples=3,
         offsets=np.array([0], np.int64),
         lengths=np.array([path.stat().st_size], np.int64),
-        decode=lambda _number, data: _as_rgb(decode(data)),
+        decode=lambda _number, data, out: put(_as_rgb(decode(data)), out),
     )
     metadata = Metadata(
         vendor=kind,
@@ -254,11 +256,12 @@ def _as_rgb(pixels: Pixels) -> Pixels:
         pixels = pixels[..., None]
     colours = pixels.shape[2]
     if colours in (1, 3):
-        return pixels
+        return np.broadcast_to(pixels, (*pixels.shape[:2], 3))
     if colours not in (2, 4):
         raise ValueError(f"{colours} channels")
     share = pixels[..., -1:].astype(np.float32) / 255
-    return np.round(pixels[..., :-1] * share + 255 * (1 - share)).astype(np.uint8)
+    mixed = np.round(pixels[..., :-1] * share + 255 * (1 - share)).astype(np.uint8)
+    return np.broadcast_to(mixed, (*pixels.shape[:2], 3))
 
 
 def _png_size(start: bytes) -> tuple[int, int]:

@@ -36,6 +36,7 @@ def resample(
     offset: tuple[float, float],
     scale: tuple[float, float],
     size: tuple[int, int],
+    out: Pixels | None = None,
 ) -> Pixels:
     """Area average of a rectangle of pixels.
 
@@ -44,9 +45,10 @@ def resample(
         offset: (x, y) of the rectangle's corner in ``pixels``, fractions allowed.
         scale: (x, y) pixels per output pixel. Below 1 the result is interpolated linearly.
         size: (width, height) of the result.
+        out: Where to put it, (height, width, 3) or (height, width) uint8, C-contiguous.
 
     Returns:
-        (height, width, 3) or (height, width) uint8; may be a view of ``pixels``.
+        ``out``, or a new array of that shape; the latter may be a view of ``pixels``.
     """
     offset = (_on_grid(offset[0]), _on_grid(offset[1]))
     factor = whole_factor(offset, scale, size)
@@ -54,10 +56,14 @@ def resample(
         x, y = int(offset[0]), int(offset[1])
         crop = pixels[y : y + size[1] * factor[1], x : x + size[0] * factor[0]]
         if factor == (1, 1):
-            return crop
-        return np.asarray(cv2.resize(crop, size, interpolation=cv2.INTER_AREA), dtype=np.uint8)
+            if out is None:
+                return crop
+            out[...] = crop
+            return out
+        reduced = cv2.resize(crop, size, dst=out, interpolation=cv2.INTER_AREA)
+        return np.asarray(reduced, dtype=np.uint8)
     pixels, offset, scale = _pre_reduced(pixels, offset, scale)
-    return _banded(pixels, offset, scale, size)
+    return _banded(pixels, offset, scale, size, out)
 
 
 def _pre_reduced(
@@ -101,20 +107,25 @@ def whole_factor(
 
 
 def _banded(
-    pixels: Pixels, offset: tuple[float, float], scale: tuple[float, float], size: tuple[int, int]
+    pixels: Pixels,
+    offset: tuple[float, float],
+    scale: tuple[float, float],
+    size: tuple[int, int],
+    out: Pixels | None,
 ) -> Pixels:
     """Rows, then columns; float32 in between."""
     height, width = pixels.shape[:2]
     channels = 1 if pixels.ndim == 2 else pixels.shape[2]
     source = pixels.reshape(height, width * channels).astype(np.float32)
     rows = np.empty((size[1], width * channels), np.float32)
-    for out, taken, weights in _bands(offset[1], scale[1], size[1], height, 1, width * channels):
-        np.matmul(weights, source[taken], out=rows[out])
+    for place, taken, weights in _bands(offset[1], scale[1], size[1], height, 1, width * channels):
+        np.matmul(weights, source[taken], out=rows[place])
     result = np.empty((size[1], size[0] * channels), np.float32)
-    for out, taken, weights in _bands(offset[0], scale[0], size[0], width, channels, size[1]):
-        result[:, out] = rows[:, taken] @ weights.T
+    for place, taken, weights in _bands(offset[0], scale[0], size[0], width, channels, size[1]):
+        result[:, place] = rows[:, taken] @ weights.T
+    flat = None if out is None else out.reshape(result.shape)
     # Rounds to nearest and saturates.
-    whole = np.asarray(cv2.convertScaleAbs(result), dtype=np.uint8)
+    whole = np.asarray(cv2.convertScaleAbs(result, dst=flat), dtype=np.uint8)
     return whole.reshape((size[1], size[0]) if pixels.ndim == 2 else (size[1], size[0], channels))
 
 

@@ -36,8 +36,16 @@ class PixelSource(Protocol):
 
     name: str
 
-    def read(self, level: int, x: int, y: int, width: int, height: int) -> Pixels:
-        """RGB (height, width, 3), composited on the background colour.
+    def read(
+        self,
+        level: int,
+        x: int,
+        y: int,
+        width: int,
+        height: int,
+        out: Pixels | None = None,
+    ) -> Pixels:
+        """RGB (height, width, 3), composited on the background colour; in ``out`` if given.
 
         Raises:
             SlideReadError: A pixel could not be decoded.
@@ -83,13 +91,25 @@ class OpenSlideSource:
         self._lock = threading.Lock()  # guards _handle being replaced; reads need no lock
         self._handle: openslide.OpenSlide | None = _with_cache(handle)
 
-    def read(self, level: int, x: int, y: int, width: int, height: int) -> Pixels:
-        """RGB (height, width, 3) of a rectangle in level pixels.
+    def read(
+        self,
+        level: int,
+        x: int,
+        y: int,
+        width: int,
+        height: int,
+        out: Pixels | None = None,
+    ) -> Pixels:
+        """RGB (height, width, 3) of a rectangle in level pixels, in ``out`` if given.
 
         Raises:
             SlideReadError: OpenSlide failed, also after one reopening.
         """
-        return _composite(self._read_raw(level, x, y, width, height), self._background)
+        raw = self._read_raw(level, x, y, width, height)
+        if out is None:
+            out = np.empty((height, width, 3), np.uint8)
+        _composite(raw, self._background, out)
+        return out
 
     def read_opaque(
         self, level: int, x: int, y: int, width: int, height: int
@@ -100,7 +120,9 @@ class OpenSlideSource:
             SlideReadError: OpenSlide failed, also after one reopening.
         """
         raw = self._read_raw(level, x, y, width, height)
-        return _composite(raw, self._background), np.ascontiguousarray(raw[..., 3])
+        pixels = np.empty((height, width, 3), np.uint8)
+        _composite(raw, self._background, pixels)
+        return pixels, np.ascontiguousarray(raw[..., 3])
 
     def _read_raw(self, level: int, x: int, y: int, width: int, height: int) -> Pixels:
         """Premultiplied BGRA (height, width, 4)."""
@@ -171,14 +193,15 @@ def _with_cache(handle: openslide.OpenSlide) -> openslide.OpenSlide:
     return handle
 
 
-def _composite(raw: Pixels, background: Colour) -> Pixels:
-    """Premultiplied BGRA over a colour, as RGB."""
+def _composite(raw: Pixels, background: Colour, out: Pixels) -> None:
+    """Premultiplied BGRA over a colour, as RGB into ``out``."""
     if raw.size == 0 or raw.view(np.uint32).min() >= _OPAQUE:
-        return np.asarray(cv2.cvtColor(raw, cv2.COLOR_BGRA2RGB), dtype=np.uint8)
+        cv2.cvtColor(raw, cv2.COLOR_BGRA2RGB, dst=out)
+        return
     clear = 255 - raw[..., 3:].astype(np.uint16)
     rgb = raw[..., 2::-1].astype(np.uint16)
     if background == WHITE:
         rgb += clear
     else:
         rgb += (clear * np.array(background, np.uint16) + 127) // 255
-    return np.minimum(rgb, 255).astype(np.uint8)
+    np.minimum(rgb, 255, out=out, casting="unsafe")

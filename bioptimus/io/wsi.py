@@ -11,7 +11,8 @@ Everything the rest of the package wants from a slide file is here::
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,9 +25,10 @@ from bioptimus.errors import SlideReadError
 from bioptimus.io.blocks import Indices, band_rows, blocks_of, most_band_rows
 from bioptimus.io.icc import SrgbTransform
 from bioptimus.io.levels import LevelChoice, choose_level, finer_levels
+from bioptimus.io.memory import BATCH_BYTES, fresh_rows
 from bioptimus.io.metadata import Metadata
 from bioptimus.io.opening import open_source
-from bioptimus.io.resample import resample
+from bioptimus.io.resample import resample, whole_factor
 from bioptimus.io.resolution import Resolution, claims_from_properties, decide
 from bioptimus.io.sources import PixelSource
 from bioptimus.io.tiff import CACHE_BYTES
@@ -337,6 +339,7 @@ class TileReader:
         self.size_px = spec.size_px
         self._source = source
         self._to_srgb = to_srgb
+        self._fresh = _FreshTiles(spec.size_px)
 
     def read(self, tile: Tile) -> Pixels:
         """Read one tile.
@@ -352,14 +355,15 @@ class TileReader:
             SlideReadError: The pixels could not be decoded, also after one reopening.
         """
         corner = (tile.x / self.level_downsample[0], tile.y / self.level_downsample[1])
-        window, offset = _window(corner, self.scale, (self.size_px, self.size_px))
-        pixels = self._source.read(self.level, *window)
-        tile_pixels = resample(
-            pixels, offset=offset, scale=self.scale, size=(self.size_px, self.size_px)
-        )
-        if self._to_srgb is not None:
-            return self._to_srgb(tile_pixels)
-        return np.ascontiguousarray(tile_pixels)
+        size = (self.size_px, self.size_px)
+        window, offset = _window(corner, self.scale, size)
+        out = self._fresh.tile()
+        if window[2:] == size and whole_factor(offset, self.scale, size) == (1, 1):
+            self._source.read(self.level, *window, out=out)
+        else:
+            pixels = self._source.read(self.level, *window)
+            resample(pixels, offset=offset, scale=self.scale, size=size, out=out)
+        return out if self._to_srgb is None else self._to_srgb(out)
 
     def read_block(self, tiles: Sequence[Tile]) -> list[Pixels | SlideReadError]:
         """Read several tiles; one that cannot be read is its error, the others are pixels."""
@@ -388,6 +392,28 @@ class TileReader:
         stored = self._source.stored_tile(self.level)
         most = most_band_rows(down, column_px=2 * stored[0] + across, cache_bytes=CACHE_BYTES)
         return blocks_of(kept, grid.columns, band_rows(down, stored[1], most=most))
+
+
+class _FreshTiles(threading.local):
+    """Memory for the tiles that are handed out, many at a time: one supply for each thread.
+
+    A tile is a view of a larger array, which lives for as long as one of its tiles does. New
+    memory in small pages costs as much as a third of decoding.
+    """
+
+    def __init__(self, size_px: int) -> None:
+        self._shape = (size_px, size_px, 3)
+        self._count = max(1, BATCH_BYTES // math.prod(self._shape))
+        self._left: Iterator[Pixels] = iter(())
+
+    def tile(self) -> Pixels:
+        """(size_px, size_px, 3) of memory that nobody else has."""
+        tile = next(self._left, None)
+        if tile is None:
+            rows = fresh_rows(self._count, math.prod(self._shape))
+            self._left = iter(rows.reshape(self._count, *self._shape))
+            tile = next(self._left)
+        return tile
 
 
 _Window = tuple[int, int, int, int]
