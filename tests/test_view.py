@@ -349,3 +349,11 @@ def test_drawing_does_not_choose_a_backend_for_the_caller(result_file: Path) -> 
 def test_a_picture_that_there_is_not_names_those_there_are(result_file: Path) -> None:
     with pytest.raises(UsageError, match="overview, embedding, prediction, clusters, nearest"):
         bioptimus.draw(result_file, "umap")  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_missing_or_unfinished_says_so(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="no such file; check the path"):
+        open_source(tmp_path / "a.h5")
+    (tmp_path / "a.h5.part").write_bytes(b"")
+    with pytest.raises(OutputError, match="unfinished; run the same command again"):
+        open_source(tmp_path / "a.h5")

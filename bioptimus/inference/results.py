@@ -444,6 +444,10 @@ def open_result(path: Path | str) -> Result:
     path = Path(path)
     if path.name.endswith(PART_SUFFIX):
         raise OutputError(f"{path}: is unfinished; run the same command again to go on with it")
+    if not path.exists():
+        part = path.with_name(path.name + PART_SUFFIX)
+        hint = "it is unfinished; run the same command again" if part.exists() else "check the path"
+        raise OutputError(f"{path}: no such file; {hint}")
     return Result(path)
 
 

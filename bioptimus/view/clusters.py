@@ -63,7 +63,7 @@ def k_means(rows: Floats, count: int) -> Clusters:
 
 
 def _by_size(rows: Floats, centres: Floats) -> Clusters:
-    labels = _distances(rows, centres).argmin(axis=1)
+    labels = _nearest(rows, centres)
     sizes = np.bincount(labels, minlength=len(centres))
     order = np.argsort(-sizes, kind="stable")
     order = order[sizes[order] > 0]
@@ -94,7 +94,7 @@ def _refine(rows: Floats, centres: Floats) -> Floats:
     """Lloyd's rounds until no row changes sides. A centre left without rows stays put."""
     previous: npt.NDArray[np.int64] | None = None
     for _ in range(_MAX_ROUNDS):
-        labels = _distances(rows, centres).argmin(axis=1)
+        labels = _nearest(rows, centres)
         if previous is not None and np.array_equal(labels, previous):
             break
         previous = labels
@@ -106,9 +106,19 @@ def _refine(rows: Floats, centres: Floats) -> Floats:
     return centres
 
 
-def _sums(rows: Floats, labels: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.float64]:
-    columns = [np.bincount(labels, weights=column, minlength=count) for column in rows.T]
-    return np.stack(columns, axis=1)
+def _sums(rows: Floats, labels: npt.NDArray[np.int64], count: int) -> Floats:
+    """(k, D) sums of each cluster's rows, as one product: far faster than adding by index."""
+    members = np.zeros((count, len(rows)), np.float32)
+    members[labels, np.arange(len(rows))] = 1
+    sums: Floats = members @ rows
+    return sums
+
+
+def _nearest(rows: Floats, centres: Floats) -> npt.NDArray[np.int64]:
+    """(N,) number of the closest centre. A row's own length is the same for all of them."""
+    half = np.square(centres).sum(axis=1) / 2
+    nearest: npt.NDArray[np.int64] = (rows @ centres.T - half).argmax(axis=1)
+    return nearest
 
 
 def _distances(rows: Floats, centres: Floats) -> Floats:
