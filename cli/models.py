@@ -124,6 +124,10 @@ def export(
     input_genes: Annotated[
         Path | None, typer.Option(help="Text file: genes of the bulk RNA input, one a line.")
     ] = None,
+    omics_transform: Annotated[
+        str | None,
+        typer.Option(help="log1p: RNA goes in as log1p(TPM), predictions come out as log1p."),
+    ] = None,
     licence: Annotated[str | None, typer.Option(help="Licence that the file will state.")] = None,
     from_hub: Annotated[
         bool, typer.Option("--from-hub", help="Download the weights; SOURCE is a known name.")
@@ -145,6 +149,7 @@ def export(
         "pooling": pooling,
         "prefix_tokens": prefix_tokens,
         "output_kind": gives,
+        "omics_transform": omics_transform,
         "licence": licence,
         "precision": precision,
         **_names(output_names, input_genes),

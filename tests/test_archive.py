@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from bioptimus.errors import CheckpointError
-from bioptimus.runtime import archive
-from bioptimus.runtime.archive import check_machine, file_sha256, inspect_archive
+from bioptimus.runtime import archive, machine
+from bioptimus.runtime.archive import file_sha256, inspect_archive
+from bioptimus.runtime.machine import check_machine
 from tests.tiny_models import TINY, save_foreign, save_tiny, tiny
 
 
@@ -254,6 +255,20 @@ def test_a_compiled_file_says_what_machine_it_needs(tmp_path: Path) -> None:
     assert info.signature is None
 
 
+def test_the_batch_limit_is_read_from_the_programs_own_check(tmp_path: Path) -> None:
+    path = write_compiled(tmp_path / "c.pt2")
+    assert inspect_archive(path).batch_limit is None
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr(
+            "c/data/aotinductor/model/a.wrapper.cpp",
+            'ss << "input_handles[0]: dim value is too large at 0, "\n'
+            '           << "expected to be <= 15, " << "but got: "\n'
+            'ss << "input_handles[1]: dim value is too large at 0, "\n'
+            '           << "expected to be <= 99, " << "but got: "\n',
+        )
+    assert inspect_archive(path).batch_limit == 15
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="ELF is Linux's")
 @pytest.mark.parametrize(
     ("code", "words"),
@@ -283,7 +298,7 @@ def test_machine_code_that_would_kill_the_process_is_refused(
 def test_a_compiled_file_for_another_machine_is_refused_before_loading(
     tmp_path: Path, facts: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "processor_features", lambda: frozenset({"AVX2", "FMA"}))
+    monkeypatch.setattr(machine, "processor_features", lambda: frozenset({"AVX2", "FMA"}))
     info = inspect_archive(write_compiled(tmp_path / "c.pt2", code=None, **facts))
     with pytest.raises(CheckpointError, match=words):
         check_machine(info)
@@ -292,6 +307,6 @@ def test_a_compiled_file_for_another_machine_is_refused_before_loading(
 def test_a_compiled_file_for_this_machine_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "processor_features", lambda: frozenset({"AVX2", "FMA"}))
+    monkeypatch.setattr(machine, "processor_features", lambda: frozenset({"AVX2", "FMA"}))
     check_machine(inspect_archive(write_compiled(tmp_path / "c.pt2")))
     check_machine(inspect_archive(write_compiled(tmp_path / "d.pt2", AOTI_CPU_ISA="SOMETHING")))

@@ -70,6 +70,7 @@ def test_show_keeps_to_a_pinned_digest(portable: Path, capsys: Captured) -> None
         (["models", "compile", "lite0", "--isa", "mmx"], 2, "--isa mmx"),
         (["models", "export", ".", "--mean", "1,2"], 2, "--mean 1,2: must be three numbers"),
         (["models", "export", ".", "--precision", "fp8"], 2, "fp8: known are fp32"),
+        (["models", "export", ".", "--omics-transform", "sqrt"], 2, "sqrt: known are log1p"),
         (["models", "export", ".", "--as", "nonsense"], 2, "nonsense: no facts"),
         (["models", "export", ".", "--input-genes", "no-file"], 2, "no-file: cannot be read"),
     ],

@@ -15,7 +15,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,6 +130,7 @@ class ArchiveInfo:
         spec: The ModelSpec that our export wrote; None for foreign files.
         source_sha256: For a compiled file of ours: digest of the portable file it came from.
         library: For a compiled file: member that holds the machine code.
+        batch_limit: For a compiled file: most rows of one call, as its own check states them.
         needs_proxy: The compiled program calls operators that only torch's own loader can run.
     """
 
@@ -148,6 +149,7 @@ class ArchiveInfo:
     spec: ModelSpec | None = None
     source_sha256: str = ""
     library: str = ""
+    batch_limit: int | None = None
     needs_proxy: bool = False
 
 
@@ -398,19 +400,24 @@ def _read_compiled(
     facts = _read_json(path, archive, inner[(wrappers or metadata)[0]])
     machine = str(facts.get("AOTI_MACHINE", ""))
     _check_elf(path, archive, inner[libraries[0]])
+    limit = _stated_batch_limit(path, archive, inner)
     own: dict[str, Any] = {}
     if DESCRIPTION_KEY in facts:
         try:
             own = json.loads(facts[DESCRIPTION_KEY])
         except (TypeError, ValueError) as exc:
             raise CheckpointError(f"{path}: its description cannot be read: {exc}") from exc
+    signature = Signature.from_dict(own["signature"]) if "signature" in own else None
+    if signature is not None and limit is not None:
+        # Compiling may narrow what was exported.
+        signature = replace(signature, max_batch=min(limit, signature.max_batch or limit))
     return ArchiveInfo(
         path=path,
         kind="compiled",
         size_bytes=path.stat().st_size,
         root=root,
         model_name=next(iter(folders)),
-        signature=Signature.from_dict(own["signature"]) if "signature" in own else None,
+        signature=signature,
         torch_version=str(own.get("torch", "")),
         device=str(facts.get("AOTI_DEVICE_KEY", "")) or "cpu",
         isa=str(facts.get("AOTI_CPU_ISA", "")),
@@ -420,12 +427,30 @@ def _read_compiled(
         spec=ModelSpec.from_dict(own["spec"]) if own.get("spec") else None,
         source_sha256=str(own.get("source_sha256", "")),
         library=libraries[0],
+        batch_limit=limit,
         needs_proxy=any(
             name.startswith(f"data/aotinductor/{next(iter(folders))}/")
             and name.endswith("wrapper.json")
             for name in inner
         ),
     )
+
+
+_BATCH_LIMIT = re.compile(
+    rb'input_handles\[0\]: dim value is too large at 0, "\s*<< "expected to be <= (\d+),'
+)
+
+
+def _stated_batch_limit(
+    path: Path, archive: zipfile.ZipFile, inner: Mapping[str, str]
+) -> int | None:
+    """The largest batch, from the source of the program's input check, which travels with it."""
+    for name in inner:
+        if name.endswith(".wrapper.cpp"):
+            found = _BATCH_LIMIT.search(_read(path, archive, inner[name]))
+            if found:
+                return int(found.group(1))
+    return None
 
 
 def _check_elf(path: Path, archive: zipfile.ZipFile, library: str) -> None:
@@ -464,60 +489,3 @@ def _verify_members(path: Path, archive: zipfile.ZipFile) -> None:
         return "whole"
 
     _remembered(path, "members", verify)
-
-
-def processor_features() -> frozenset[str]:
-    """Features of this machine's CPU as Linux names them, upper case; empty where not known."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
-    return frozenset(found.group(1).upper().split()) if found else frozenset()
-
-
-# How torch names a feature set → the Linux flags that all of it needs. A set that is not listed
-# (other processor families) is left to the machine's name to judge.
-_ISA_FLAGS = {
-    "AVX2": {"AVX2", "FMA"},
-    "AVX512": {"AVX512F", "AVX512DQ", "AVX512VL", "AVX512BW"},
-    "AVX512_VNNI": {"AVX512_VNNI"},
-    "AMX_TILE": {"AMX_TILE", "AMX_BF16", "AMX_INT8"},
-    "ASIMD": {"ASIMD"},
-    "SVE": {"SVE"},
-}
-
-
-def check_machine(info: ArchiveInfo) -> None:
-    """Refuse a compiled file made for another machine: loading it would only warn, then crash.
-
-    GPU architecture is compared where torch is at hand, see ``runtime/compiled.py``.
-
-    Raises:
-        CheckpointError: It needs another system, processor or processor feature.
-    """
-    if info.kind != "compiled":
-        return
-    advice = "use the portable file, or compile it on this machine with `bioptimus models compile`"
-    system = {"linux": "linux", "darwin": "darwin"}.get(platform.system().lower(), "")
-    if info.system and system and info.system.lower() != system:
-        raise CheckpointError(
-            f"{info.path}: compiled for {info.system}, this is {system}; {advice}"
-        )
-    if info.machine and info.machine != platform.machine():
-        raise CheckpointError(
-            f"{info.path}: compiled for {info.machine}, this is a {platform.machine()}; {advice}"
-        )
-    have = processor_features()
-    if not have:
-        return
-    for feature in info.isa.upper().split():
-        if (
-            not _ISA_FLAGS.get(
-                feature.rstrip("0123456789") if feature.startswith("SVE") else feature, set()
-            )
-            <= have
-        ):
-            raise CheckpointError(
-                f"{info.path}: compiled for a CPU with {feature}, which this one lacks; {advice}"
-            )

@@ -24,6 +24,10 @@ from bioptimus.runtime.runners import open_runner
 log = logging.getLogger(__name__)
 
 LARGEST_BATCH = 1024
+# What tracing looks at. Not 1, which would be taken for a constant; and not less than 16, since
+# torch chooses convolutions for the CPU by asking whether a batch has 16 rows, and a compiled
+# program would take batches on the example's side of that border only.
+EXAMPLE_BATCH = 16
 
 LOWEST_COSINE = {"fp32": 0.9999, "bf16": 0.999, "fp16": 0.999}
 """What a program's outputs must reach against the model it was made from, by precision."""
@@ -40,9 +44,10 @@ def trace(module: nn.Module, spec: ModelSpec, *, device: str = "cpu") -> Exporte
     Raises:
         CheckpointError: torch cannot trace it.
     """
-    # Two rows: a batch of one would be taken for a constant.
     examples = tuple(
-        torch.zeros((2, *wanted.shape), dtype=getattr(torch, wanted.dtype), device=device)
+        torch.zeros(
+            (EXAMPLE_BATCH, *wanted.shape), dtype=getattr(torch, wanted.dtype), device=device
+        )
         for wanted in expected_inputs(spec)
     )
     batch = Dim("batch", min=1, max=LARGEST_BATCH)
@@ -53,6 +58,8 @@ def trace(module: nn.Module, spec: ModelSpec, *, device: str = "cpu") -> Exporte
             )
     except Exception as exc:  # torch documents no error types; this is its border
         raise CheckpointError(f"{spec.name}: torch.export cannot trace it: {exc}") from exc
+    # The examples go into the file; one row is enough of them.
+    program.example_inputs = (tuple(example[:1].clone() for example in examples), {})
     for node in program.graph.nodes:
         # Names of this machine's folders have no place in a file that people pass on, and
         # without them the same weights give the same bytes.

@@ -17,13 +17,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from bioptimus.errors import CheckpointError, OutOfDeviceMemoryError, UsageError, _ForwardError
 from bioptimus.models.types import ModelSpec
-from bioptimus.runtime.archive import ArchiveInfo, Signature, check_machine, inspect_archive
+from bioptimus.runtime.archive import ArchiveInfo, Signature, inspect_archive
 from bioptimus.runtime.fitting import adapter, check_fit, fit_spec, signature_of
+from bioptimus.runtime.machine import check_machine
 
 if TYPE_CHECKING:
     import torch
@@ -281,7 +283,7 @@ def open_runner(path: Path, *, device: str, spec: ModelSpec) -> Runner:
         UsageError: The device is not there.
     """
     info = _inspect_for(path, device)
-    signature = info.signature or signature_of(spec)
+    signature = info.signature or replace(signature_of(spec), max_batch=info.batch_limit)
     fitted = fit_spec(spec, signature)
     check_fit(path, fitted, signature)
     return _load(info, signature, device=device, adapt=adapter(fitted, signature))

@@ -230,6 +230,7 @@ def _check_overrides(overrides: Mapping[str, Any]) -> None:
     allowed = {
         "precision": ("fp32", "bf16", "fp16"),
         "pooling": ("cls", "mean", "cls_mean", "none"),
+        "omics_transform": ("log1p",),
         "output_kind": ("embedding", "prediction", "prediction_and_embedding", "mask"),
     }
     for key, values in allowed.items():
