@@ -260,6 +260,23 @@ def test_tiles_handed_out_are_the_callers_own(example_slide: Path) -> None:
         np.testing.assert_array_equal(reader.read(grid[20]), before)
 
 
+def test_memory_of_tiles_is_used_again_only_when_nobody_holds_them(example_slide: Path) -> None:
+    spec = TileSpec(size_px=512, mpp=0.5)  # a batch holds five of these
+    with Slide.open(example_slide) as slide:
+        reader = slide.tile_reader(spec)
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        tiles = [grid[index % len(grid)] for index in range(60)]
+        kept = [reader.read(tile)[100:200] for tile in tiles]  # views of views
+        copies = [part.copy() for part in kept]
+        for tile in tiles:
+            reader.read(tile)[:] = 7
+        for part, copy in zip(kept, copies, strict=True):
+            np.testing.assert_array_equal(part, copy)
+        del kept, part
+        places = {reader.read(tile).__array_interface__["data"][0] for tile in tiles}
+    assert len(places) <= 4 * 5
+
+
 def test_memory_stays_flat_over_a_hundred_thousand_tiles(tmp_path: Path) -> None:
     """Planning and cutting 100,000 tiles into blocks, and reading ever more of them."""
     path = tmp_path / "a.tif"

@@ -128,3 +128,15 @@ def test_tile_of_a_real_slide_is_the_area_average_of_its_place(example_slide: Pa
             covered = whole[tile.y : tile.y + 340, tile.x : tile.x + 340]
             reference = area_average(covered, (0, 0), scale, (224, 224))
             assert np.abs(reader.read(tile) - reference).mean() <= 1.0
+
+
+@pytest.mark.parametrize("factor", [2, 4])
+def test_short_way_for_whole_factors_gives_the_same_pixels(tmp_path: Path, factor: int) -> None:
+    """Stored tiles reduced one by one, against the whole crop reduced at once."""
+    path = slides.write_svs(tmp_path / "a.svs", slides.tissue(1500, 1300), mpp=0.5, factors=(1,))
+    spec = TileSpec(size_px=224, mpp=0.5 * factor)
+    with Slide.open(path) as slide, Slide.open(path, OpenOptions(reader="openslide")) as judge:
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        for tile in grid:
+            fast = slide.tile_reader(spec).read(tile)
+            np.testing.assert_array_equal(fast, judge.tile_reader(spec).read(tile))

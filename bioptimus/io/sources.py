@@ -60,6 +60,15 @@ class PixelSource(Protocol):
             SlideReadError: A pixel could not be decoded.
         """
 
+    def read_reduced(
+        self, level: int, x: int, y: int, factor: tuple[int, int], out: Pixels
+    ) -> bool:
+        """Fill ``out`` with means over whole factors of pixels, if there is a short way.
+
+        Returns:
+            Whether it was done; if not, :meth:`read` and resample.
+        """
+
     def stored_tile(self, level: int) -> tuple[int, int]:
         """(width, height) of the tiles in which a level is stored, as far as is known."""
 
@@ -123,6 +132,12 @@ class OpenSlideSource:
         pixels = np.empty((height, width, 3), np.uint8)
         _composite(raw, self._background, pixels)
         return pixels, np.ascontiguousarray(raw[..., 3])
+
+    def read_reduced(
+        self, level: int, x: int, y: int, factor: tuple[int, int], out: Pixels
+    ) -> bool:
+        """OpenSlide has no short way."""
+        return False
 
     def _read_raw(self, level: int, x: int, y: int, width: int, height: int) -> Pixels:
         """Premultiplied BGRA (height, width, 4)."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import cv2
 import imagecodecs
 import numpy as np
 import numpy.typing as npt
@@ -154,6 +155,38 @@ class TiffSource:
             return self._ask_judge(level, str(exc)).read(level, x, y, width, height, out)
         return out
 
+    def read_reduced(
+        self, level: int, x: int, y: int, factor: tuple[int, int], out: Pixels
+    ) -> bool:
+        """Fill ``out`` with means over whole factors of pixels, each stored tile reduced once.
+
+        Args:
+            level: Level to read.
+            x: Left edge, pixels of the level.
+            y: Upper edge, pixels of the level.
+            factor: (x, y) level pixels per pixel of ``out``.
+            out: RGB (height, width, 3).
+
+        Returns:
+            Whether it was done. It is not where means would reach across stored tiles or over
+            the level's edge, or a tile cannot be decoded.
+        """
+        stored = self._levels.get(level)
+        if stored is None or not stored.is_tiled or stored.samples * stored.planes != 3:
+            return False
+        right, bottom = x + out.shape[1] * factor[0], y + out.shape[0] * factor[1]
+        if min(x, y) < 0 or right > stored.width or bottom > stored.height:
+            return False
+        if x % factor[0] or y % factor[1]:
+            return False
+        if stored.tile_width % factor[0] or stored.tile_height % factor[1]:
+            return False
+        try:
+            self._cut(level, stored, x // factor[0], y // factor[1], out, factor)
+        except _UndecodableTileError:
+            return False
+        return True
+
     def read_opaque(
         self, level: int, x: int, y: int, width: int, height: int
     ) -> tuple[Pixels, Pixels]:
@@ -182,27 +215,49 @@ class TiffSource:
             )
         return self._judge
 
-    def _cut(self, level: int, stored: StoredLevel, x: int, y: int, out: Pixels) -> None:
-        """Fill ``out`` with the pixels from (x, y) on."""
+    def _cut(
+        self,
+        level: int,
+        stored: StoredLevel,
+        x: int,
+        y: int,
+        out: Pixels,
+        factor: tuple[int, int] = (1, 1),
+    ) -> None:
+        """Fill ``out`` with the pixels from (x, y) on; everything in pixels after reduction."""
         height, width = out.shape[:2]
-        if x < 0 or y < 0 or x + width > stored.width or y + height > stored.height:
+        right = min(x + width, stored.width // factor[0])
+        bottom = min(y + height, stored.height // factor[1])
+        if x < 0 or y < 0 or right < x + width or bottom < y + height:
             out[:] = self._background
-        right, bottom = min(x + width, stored.width), min(y + height, stored.height)
-        tw, th, across = stored.tile_width, stored.tile_height, stored.across
-        acquire, release = self._cache.acquire, self._cache.release
+        tw, th = stored.tile_width // factor[0], stored.tile_height // factor[1]
+        acquire, release, across = self._cache.acquire, self._cache.release, stored.across
         for row in range(max(y, 0) // th, -(-bottom // th)):
             top, low = max(y, row * th), min(bottom, row * th + th)
-            shape = stored.shape(row * across)
+            shape = stored.shape(row * across) if factor == (1, 1) else (th, tw, 3)
             for column in range(max(x, 0) // tw, -(-right // tw)):
                 left, end = max(x, column * tw), min(right, column * tw + tw)
                 number = row * across + column
-                slot = acquire((level, number), shape, self._decode, stored, number)
+                slot = acquire(
+                    (level, number, factor), shape, self._decode_reduced, stored, number, factor
+                )
                 try:
                     out[top - y : low - y, left - x : end - x] = slot.pixels[
                         top - row * th : low - row * th, left - column * tw : end - column * tw
                     ]
                 finally:
                     release(slot)
+
+    def _decode_reduced(
+        self, out: Pixels, stored: StoredLevel, number: int, factor: tuple[int, int]
+    ) -> None:
+        if factor == (1, 1):
+            self._decode(out, stored, number)
+            return
+        whole = np.empty(stored.shape(number), np.uint8)
+        self._decode(whole, stored, number)
+        size = (out.shape[1], out.shape[0])
+        cv2.resize(whole, size, dst=out, interpolation=cv2.INTER_AREA)
 
     def _decode(self, out: Pixels, stored: StoredLevel, number: int) -> None:
         if stored.planes == 1:

@@ -11,7 +11,9 @@ Everything the rest of the package wants from a slide file is here::
 import hashlib
 import logging
 import math
+import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -358,9 +360,12 @@ class TileReader:
         size = (self.size_px, self.size_px)
         window, offset = _window(corner, self.scale, size)
         out = self._fresh.tile()
-        if window[2:] == size and whole_factor(offset, self.scale, size) == (1, 1):
+        factor = whole_factor(offset, self.scale, size)
+        if factor == (1, 1) and window[2:] == size:
             self._source.read(self.level, *window, out=out)
-        else:
+        elif factor is None or not self._source.read_reduced(
+            self.level, window[0], window[1], factor, out
+        ):
             pixels = self._source.read(self.level, *window)
             resample(pixels, offset=offset, scale=self.scale, size=size, out=out)
         return out if self._to_srgb is None else self._to_srgb(out)
@@ -397,23 +402,47 @@ class TileReader:
 class _FreshTiles(threading.local):
     """Memory for the tiles that are handed out, many at a time: one supply for each thread.
 
-    A tile is a view of a larger array, which lives for as long as one of its tiles does. New
-    memory in small pages costs as much as a third of decoding.
+    A tile is a view of a batch, which lives for as long as one of its tiles does. A batch whose
+    tiles are all gone is used again: memory that is new from the kernel costs up to a third of
+    decoding.
     """
+
+    _KEPT_BATCHES = 4
 
     def __init__(self, size_px: int) -> None:
         self._shape = (size_px, size_px, 3)
         self._count = max(1, BATCH_BYTES // math.prod(self._shape))
+        self._batches: deque[_Batch] = deque(maxlen=self._KEPT_BATCHES)
         self._left: Iterator[Pixels] = iter(())
 
     def tile(self) -> Pixels:
         """(size_px, size_px, 3) of memory that nobody else has."""
         tile = next(self._left, None)
         if tile is None:
-            rows = fresh_rows(self._count, math.prod(self._shape))
-            self._left = iter(rows.reshape(self._count, *self._shape))
+            self._left = iter(())  # lets go of the batch that is used up
+            batch = next((entry for entry in self._batches if entry.is_free), None)
+            if batch is None:
+                batch = _Batch(self._count, math.prod(self._shape))
+                self._batches.append(batch)
+            self._left = iter(batch.memory.reshape(self._count, *self._shape))
             tile = next(self._left)
         return tile
+
+
+class _Batch:
+    """Memory for several tiles. Every view of it refers to ``memory``, which owns it."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        rows = fresh_rows(count, nbytes)
+        self.memory: Pixels = rows if rows.base is None else rows.base
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no tile is left: nothing but this object and the call below refers to it.
+
+        Where Python counts otherwise (free threading), this is false and new memory is taken.
+        """
+        return sys.getrefcount(self.memory) <= 2
 
 
 _Window = tuple[int, int, int, int]
