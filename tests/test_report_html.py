@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -54,14 +55,21 @@ def record(slide: str, state: str = "ok", **more: Any) -> dict[str, Any]:
     } | more
 
 
-def write_run(out: Path, name: str, slides: list[str], records: list[dict[str, Any]]) -> None:
+def write_run(
+    out: Path,
+    name: str,
+    slides: list[str],
+    records: list[dict[str, Any]],
+    *,
+    model: str = "lite0",
+) -> None:
     head = {
         "kind": "run",
         "run": name,
         "command": ["bioptimus", "embed", "slides"],
         "started": f"2026-01-0{len(name)}T00:00:00+00:00",
         "host": "node17",
-        "parameters": {"model": "lite0", "min_tissue": 0.5},
+        "parameters": {"model": model, "min_tissue": 0.5},
         "versions": {"torch": "2.13.0"},
     }
     inputs = {
@@ -196,6 +204,23 @@ def test_results_without_any_report_are_listed(out: Path) -> None:
     shutil.rmtree(out / "runs")
     assert {each.state for each in collect(out).slides} == {"ok", "empty"}
     assert len(collect(out).slides) == 4
+
+
+def test_files_of_other_tools_in_the_folder_are_passed_over(out: Path) -> None:
+    with h5py.File(out / "converted.h5", "w") as file:
+        file["features"] = np.zeros((3, 4))
+    assert len(collect(out).slides) == 7
+
+
+def test_two_models_on_one_slide_are_two_rows(out: Path, sample: Sample) -> None:
+    slide = "slides/b/two.svs"
+    path = write_result(out / "h0" / "b" / "two.h5", replace(sample, slide=Path(slide)))
+    other = [record(slide, output=str(path)), record("slides/a/one.svs", "failed", reason="x")]
+    write_run(out, "22", [slide, "slides/a/one.svs"], other, model="h0")
+    rows = [(each.slide, each.state) for each in collect(out).slides]
+    assert rows.count((slide, "ok")) == 2
+    assert rows.count(("slides/a/one.svs", "ok")) == 1
+    assert rows.count(("slides/a/one.svs", "failed")) == 1, "one model's success hides no failure"
 
 
 def test_a_line_cut_short_by_a_kill_is_passed_over(out: Path) -> None:

@@ -128,6 +128,10 @@ def collect(out: Path) -> RunData:
     by_output = {entry.output.resolve(): key for key, entry in slides.items() if entry.output}
     for file in sorted(out.rglob("*.h5")):
         found = _read_file(file)
+        if _is_foreign(found) and file.resolve() not in by_output:
+            # Such as a tree for another tool, converted into the same folder.
+            logger.info("%s: not a result file, passed over", file)
+            continue
         # A slide that failed in one run may have a file from another, such as another model's.
         key = by_output.get(file.resolve(), found.key)
         slides[key] = _joined(slides.get(key), found)
@@ -285,6 +289,10 @@ def _read_file(path: Path) -> SlideEntry:
         )
     except BioptimusError as exc:
         return SlideEntry(slide=str(path), state="failed", reason=str(exc), output=path)
+
+
+def _is_foreign(found: SlideEntry) -> bool:
+    return found.state == "failed" and "was not written by bioptimus" in found.reason
 
 
 def _joined(reported: SlideEntry | None, found: SlideEntry) -> SlideEntry:
