@@ -302,6 +302,17 @@ def test_a_foreign_compiled_file_is_held_to_the_spec(compiled: Path, tmp_path: P
         open_runner(foreign, device="cpu", spec=pair)
 
 
+def test_a_file_of_another_torch_is_announced(
+    compiled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with zipfile.ZipFile(compiled) as file:
+        name = next(name for name in file.namelist() if name.endswith("wrapper_metadata.json"))
+        own = json.loads(json.loads(file.read(name))["bioptimus"])
+    older = json.dumps({**own, "torch": "2.9.0"})
+    open_runner(rewritten(compiled, tmp_path / "old.pt2", bioptimus=older), device="cpu", spec=SLOW)
+    assert "compiled by torch 2.9.0" in caplog.text
+
+
 def test_compiling_again_takes_the_file_that_is_there(
     compiled: Path, portable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

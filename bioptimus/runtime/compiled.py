@@ -58,6 +58,14 @@ class CompiledRunner(CheckedRunner):
         official: bool = False,
     ) -> None:
         super().__init__(signature, device=device, slots=slots, adapt=adapt)
+        if info.torch_version not in ("", torch.__version__):
+            # Has worked each time it was tried, and nobody promises it.
+            log.warning(
+                "%s: compiled by torch %s, this is %s; if it fails, compile it again",
+                info.path,
+                info.torch_version,
+                torch.__version__,
+            )
         # Runners share the weights and cost next to nothing: enough for every later wish.
         self._runners = max(slots, available_cores())
         folder = unpack(info)
