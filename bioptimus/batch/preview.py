@@ -9,7 +9,8 @@ from bioptimus.errors import BioptimusError, SlideOpenError
 from bioptimus.io.wsi import Slide
 from bioptimus.models.types import ModelSpec
 from bioptimus.pipeline import SlideJob, SlideOptions, error_text, job_options
-from bioptimus.planning import plan_slide
+from bioptimus.planning import Segmenter, is_tissue_model, plan_slide
+from bioptimus.runtime.segmenter import open_segmenter
 
 _BYTES_PER_VALUE = {"float32": 4, "float16": 2}
 # Coordinates, tissue ratio; thumbnail and mask are the same for any number of tiles.
@@ -50,19 +51,23 @@ def preview(config: RunConfig) -> Iterator[SlidePreview]:
         UsageError: The inputs or options make no sense, or two results would share a name.
     """
     work = list_work(config)
+    tissue = config.slide.plan.tissue
+    segmenter = open_segmenter(tissue, device=config.device) if is_tissue_model(tissue) else None
     for job in work.jobs:
         try:
-            yield _preview(job, config.slide, work.model.spec)
+            yield _preview(job, config.slide, work.model.spec, segmenter)
         except BioptimusError as exc:
             yield SlidePreview(name=job.name, output=job.output, error=error_text(exc))
 
 
-def _preview(job: SlideJob, options: SlideOptions, spec: ModelSpec) -> SlidePreview:
+def _preview(
+    job: SlideJob, options: SlideOptions, spec: ModelSpec, segmenter: Segmenter | None
+) -> SlidePreview:
     if job.problem is not None:
         raise SlideOpenError(job.problem)
     opening, planning = job_options(job, options)
     with Slide.open(job.path, opening) as slide:
-        plan = plan_slide(slide, spec.tile, planning)
+        plan = plan_slide(slide, spec.tile, planning, segmenter=segmenter)
         reader = slide.tile_reader(plan.spec)
         values = spec.embedding_dim * options.mode.wants_embedding
         values += spec.prediction_dim * options.mode.wants_prediction
