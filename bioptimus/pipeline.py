@@ -10,7 +10,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -605,7 +605,11 @@ class _SlideWork:
         return answers
 
     def _call(self, request: ModelRequest) -> Awaitable[ModelResponse]:
-        return _METHODS[self.options.mode](self.client, request)
+        if self.options.mode is InferenceMode.EMBEDDING:
+            return self.client.embed_async(request)
+        if self.options.mode is InferenceMode.PREDICTION:
+            return self.client.predict_async(request)
+        return self.client.predict_with_embedding_async(request)
 
     def _halve_batch(self, failed_size: int, failure: OutOfDeviceMemoryError) -> None:
         """Go on with half the batch that did not fit, for every slide of the run.
@@ -671,12 +675,3 @@ class _SlideWork:
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     first = group.exceptions[0]
     return _first_cause(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-_METHODS: dict[
-    InferenceMode, Callable[[InProcessClient, ModelRequest], Awaitable[ModelResponse]]
-] = {
-    InferenceMode.EMBEDDING: InProcessClient.embed_async,
-    InferenceMode.PREDICTION: InProcessClient.predict_async,
-    InferenceMode.PREDICTION_WITH_EMBEDDING: InProcessClient.predict_with_embedding_async,
-}
