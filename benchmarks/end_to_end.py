@@ -16,12 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
-
-from bioptimus.runtime.loader import prepare_environment
-
-prepare_environment()
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +43,8 @@ from bioptimus.runtime.loader import build_server_model
 from bioptimus.runtime.runners import available_cores
 
 SMALL_SLIDES = 40
+_READER, _MODEL = "reader alone (open and tissue included)", "model alone"
+_OURS, _JSON = "bioptimus", "bioptimus through JSON"
 
 
 @dataclass
@@ -196,6 +195,7 @@ class Case:
         return spent
 
     def baseline(self, out: Path, *, loader_processes: int) -> None:
+        torch.set_num_threads(available_cores())  # what a user's script has
         straight_line(
             self.slides,
             lambda path: self.plans[path],
@@ -203,6 +203,7 @@ class Case:
             out,
             loader_processes=loader_processes,
         )
+        torch.set_num_threads(plan_threads(on_cpu=True, slides=1).threads)
 
 
 class _ThroughJson(InProcessClient):
@@ -226,16 +227,16 @@ def measure(case: Case, *, rounds: int, workers: Sequence[int]) -> list[Row]:
             out = Path(folder)
             for name in ("writer", "ours", "json", "baseline"):
                 (out / name).mkdir()
-            add("reader alone (open and tissue included)", _timed(case.reader))
-            add("model alone", _timed(case.forward))
-            add("writer alone", _timed(lambda: case.writer(out / "writer")))
-            add("bioptimus", case.ours(out / "ours"))
+            add(_READER, _timed(case.reader))
+            add(_MODEL, _timed(case.forward))
+            add("writer alone", _timed(partial(case.writer, out / "writer")))
+            add(_OURS, case.ours(out / "ours"))
             for count in workers:
                 add(f"bioptimus, --workers {count}", case.ours(out / f"w{count}", workers=count))
-            add("bioptimus through JSON", _through_json(case, out / "json"))
+            add(_JSON, _through_json(case, out / "json"))
             add(
                 f"baseline, DataLoader of {cores} processes",
-                _timed(lambda: case.baseline(out / "baseline", loader_processes=cores)),
+                _timed(partial(case.baseline, out / "baseline", loader_processes=cores)),
             )
     return list(rows.values())
 
@@ -254,22 +255,21 @@ def _through_json(case: Case, out: Path) -> Spent:
 def show(case: Case, rows: Sequence[Row]) -> None:
     """Print one case: figures, bounds and ratios."""
     by_name = {row.name: row for row in rows}
-    reader, model = by_name["reader alone (open and tissue included)"], by_name["model alone"]
-    ours = by_name["bioptimus"]
+    alone = by_name[_READER].cpu + by_name[_MODEL].cpu
+    ours, json = by_name[_OURS], by_name[_JSON]
     baseline = next(row for row in rows if row.name.startswith("baseline"))
     print(f"\n## {case.name}: {case.tiles} tiles, {len(case.slides)} slides")
     print(f"{'':44s} {'wall s':>8s} {'CPU s':>8s} {'tiles/s':>8s}")
     for row in rows:
         print(f"{row.name:44s} {row.wall:8.2f} {row.cpu:8.2f} {row.tiles / row.wall:8.0f}")
-    bound = (reader.cpu + model.cpu) / available_cores()
+    bound = alone / available_cores()
+    typed_us, json_us = ((row.cpu - alone) / case.tiles * 1e6 for row in (ours, json))
     print(
         f"bound, (reader + model CPU) / cores: {bound:.2f} s; ours / bound {ours.wall / bound:.2f}"
     )
-    print(
-        f"overhead: {(ours.cpu - reader.cpu - model.cpu) / case.tiles * 1e6:.0f} µs of CPU a tile; "
-        f"through JSON {(by_name['bioptimus through JSON'].cpu - reader.cpu - model.cpu) / case.tiles * 1e6:.0f}"
-    )
-    print(f"baseline / ours: {baseline.wall / ours.wall:.2f} in wall time")
+    print(f"overhead, CPU a tile: {typed_us:.0f} µs; through JSON {json_us:.0f} µs")
+    print(f"CPU of ours / (reader + model): {ours.cpu / alone:.2f}")
+    print(f"baseline / ours in wall time: {baseline.wall / ours.wall:.2f}", flush=True)
 
 
 def small_slides() -> list[Path]:
@@ -288,6 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="near-free model only")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(plan_threads(on_cpu=True, slides=1).threads)
     free, fast = near_free(), str(near_free_checkpoint())
     small = small_slides()
     lite0 = lite0_from_weights(torch.load(weights_path(), weights_only=True)).eval()

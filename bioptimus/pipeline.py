@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Iterator, Mapping
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -112,7 +113,8 @@ class Timings:
     """Where a slide's time went, in seconds.
 
     ``read`` is summed over reader threads and ``forward`` over batches, so they may exceed the
-    wall time; ``wait`` is the wall time in which no tile was being read for want of room.
+    wall time. ``wait`` is how long a lane waited for the model's answers, on average over the
+    lanes: near the total where the model is the bottleneck, small where reading is.
     """
 
     open: float = 0.0
@@ -451,8 +453,8 @@ def _file_plan(
     )
 
 
-def library_versions() -> dict[str, str]:
-    """Versions of what shapes a result, for the file and the report."""
+@cache
+def _library_versions() -> dict[str, str]:
     names = ("torch", "openslide-python", "openslide-bin", "tifffile", "imagecodecs", "numpy")
     found = {"bioptimus-wsi": __version__, "python": platform.python_version()}
     for name in (*names, "opencv-python-headless", "h5py"):
@@ -461,6 +463,12 @@ def library_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "not installed as a package"
     return found
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what shapes a result, for the file and the report."""
+    # Looked up once: every look parses the packages' metadata files.
+    return dict(_library_versions())
 
 
 @dataclass
@@ -484,6 +492,8 @@ class _SlideWork:
     tiles: TileReader
     writer: HDF5Writer
     bulk_rna: npt.NDArray[np.float32] | None = None
+    _lanes: int = 1
+    _unread: int = 0
     _flushed_at: float = field(default_factory=time.monotonic)
     _reading: set[Future[list[npt.NDArray[np.uint8] | SlideReadError]]] = field(default_factory=set)
 
@@ -496,22 +506,17 @@ class _SlideWork:
         kept = self.plan.kept[pending]
         blocks = [pending[block] for block in self.tiles.blocks(self.plan.grid, kept)]
         queue = iter(blocks)
-        lanes = self._lane_count(blocks)
-        busy = lanes
+        self._lanes, self._unread = self._lane_count(blocks), len(blocks)
 
         async def lane() -> None:
-            nonlocal busy
             for rows in queue:
                 if self.stop.stopped:
                     break
                 await self._block(rows)
-            busy -= 1
-            # The last tiles are on their way: a part-filled batch need not wait for more.
-            self.client.flush()
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(lanes):
+                for _ in range(self._lanes):
                     group.create_task(lane())
         except BaseExceptionGroup as failures:
             # The first failure ended the others; it is the one to tell.
@@ -538,13 +543,16 @@ class _SlideWork:
         self._reading.add(reading)
         pixels = await asyncio.wrap_future(reading)
         self._reading.discard(reading)
+        self._unread -= 1
         requests: dict[int, ModelRequest] = {}
         for row, tile in zip(rows.tolist(), pixels, strict=True):
             if isinstance(tile, SlideReadError):
                 self._fail(row, "read", tile)
             else:
                 requests[row] = self._request(row, tile)
+        asked = time.perf_counter()
         responses = await self._ask(requests)
+        self.report.seconds.wait += (time.perf_counter() - asked) / self._lanes
         self._write(responses)
         self.listener.tiles_done(self.job, len(rows))
         if time.monotonic() - self._flushed_at > _FLUSH_SECONDS:
@@ -580,9 +588,12 @@ class _SlideWork:
         retried = False
         while requests:
             batch_size = self.client.max_batch_size
-            results = await asyncio.gather(
-                *map(self._call, requests.values()), return_exceptions=True
-            )
+            asked = asyncio.gather(*map(self._call, requests.values()), return_exceptions=True)
+            if self._unread == 0:
+                # Behind the calls just scheduled: no more tiles will come, so a part-filled
+                # batch need not wait for them.
+                asyncio.get_running_loop().call_soon(self.client.flush)
+            results = await asked
             again: dict[int, ModelRequest] = {}
             failure: BaseException | None = None
             for (row, request), result in zip(requests.items(), results, strict=True):

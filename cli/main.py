@@ -50,7 +50,7 @@ def _root(
 
     An independent implementation, not affiliated with Bioptimus.
     """
-    _log_to_stderr(logging.DEBUG if verbose else logging.WARNING)
+    _log_to_stderr(verbose=verbose)
 
 
 _SETTINGS: dict[Callable[..., object], dict[str, object]] = {
@@ -112,6 +112,10 @@ def main(arguments: list[str] | None = None) -> int:
 class _ToStderr(logging.StreamHandler[TextIO]):
     """Writes to what stderr is at that moment: a progress display puts itself in its place."""
 
+    def __init__(self, *, level: int) -> None:
+        super().__init__()
+        self.setLevel(level)
+
     @property
     def stream(self) -> TextIO:
         return sys.stderr
@@ -121,13 +125,14 @@ class _ToStderr(logging.StreamHandler[TextIO]):
         """Chosen at each record instead."""
 
 
-def _log_to_stderr(level: int) -> None:
-    handler = _ToStderr()
+def _log_to_stderr(*, verbose: bool) -> None:
+    handler = _ToStderr(level=logging.DEBUG if verbose else logging.WARNING)
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     for package in ("bioptimus", "cli"):
         logger = logging.getLogger(package)
         logger.handlers = [handler]
-        logger.setLevel(level)
+        if verbose:
+            logger.setLevel(logging.DEBUG)
 
 
 def _print_error(error: BioptimusError) -> None:

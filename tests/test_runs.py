@@ -228,3 +228,64 @@ def test_fail_fast_stops_at_the_first_failure_and_accounts_for_the_rest(
     assert done.returncode == 1
     states = Counter(each["state"] for each in records(tmp_path / "out"))
     assert states == {"failed": 1, "stopped": SLIDES}
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_is_one_clear_line_and_a_rerun_with_room_goes_on(
+    slides: Path, model: Path, undisturbed: Path, tiny_disk: Path
+) -> None:
+    words = ("embed", slides, "--model", model, "--tissue", "none", "--out", tiny_disk)
+    full = bioptimus(*words)
+    assert full.returncode == 1
+    assert "No space left on device" in full.stderr
+    assert "Traceback" not in full.stderr
+    subprocess.run(["mount", "-o", "remount,size=64m", str(tiny_disk)], check=True)
+    again = bioptimus(*words)
+    assert again.returncode == 0, again.stderr
+    assert_same_files(tiny_disk, undisturbed)
+
+
+def test_folder_that_cannot_be_written_is_one_clear_line(
+    slides: Path, model: Path, tmp_path: Path
+) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    done = bioptimus("embed", slides, "--model", model, "--out", in_the_way / "out")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "Not a directory" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_five_hundred_slides_leave_memory_files_and_threads_flat(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    first = write_pyramid(folder / "000.tif", tissue(256, 256), mpp=0.5, factors=(1,))
+    for number in range(1, 500):
+        (folder / f"{number:03}.tif").write_bytes(first.read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.many_slides", folder, model, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    early, late = map(json.loads, done.stdout.splitlines())
+    assert late["slides"] == 500
+    assert late["files"] <= early["files"] + 5
+    assert late["threads"] <= early["threads"] + 2
+    assert late["memory_mib"] <= early["memory_mib"] + 30

@@ -55,8 +55,10 @@ def test_coarse_image_covers_the_whole_slide(example_slide: Path) -> None:
     with Slide.open(example_slide) as slide:
         coarse = slide.coarse_image(8.0)
         height, width = coarse.pixels.shape[:2]
-        assert coarse.downsample == pytest.approx((2220 / width, 2967 / height))
-        assert coarse.downsample[0] == pytest.approx(8 / 0.499, rel=0.01)
+        x, y = coarse.downsample
+        assert (width - 1) * x < 2220 <= width * x
+        assert (height - 1) * y < 2967 <= height * y
+        assert x == y == pytest.approx(8 / 0.499, rel=0.1)
         assert (coarse.opaque == 255).all()
 
 

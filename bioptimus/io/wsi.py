@@ -42,6 +42,8 @@ Pixels = npt.NDArray[np.uint8]
 
 # A single level larger than this makes the coarse picture slow enough to be told.
 _LARGE_PX = 10_000
+# A coarse image may be this much finer or coarser than asked for.
+_COARSE_TOLERANCE = 0.1
 # The same where the slide is damaged: about one stored tile is lost with each bad spot.
 _DAMAGED_SQUARE_PX = 256
 # Side of the squares of level pixels that a coarse image is put together from: 12 MiB of RGB.
@@ -228,11 +230,18 @@ class Slide:
     def thumbnail(self, max_px: int = 1024) -> CoarseImage:
         """The slide with its longer side at most ``max_px``; needs no µm/px.
 
+        A whole number of level pixels goes into each of its pixels, so it may be smaller.
+
         Raises:
             SlideReadError: Nothing could be decoded.
         """
         downsample = max(1.0, max(self.dimensions) / max_px)
-        return self._coarse((downsample, downsample))
+        level = choose_level(
+            self.level_downsamples, (downsample, downsample), name=self.name, allow_upsample=True
+        ).level
+        factor = math.ceil(max(self.level_dimensions[level]) / max_px)
+        x, y = self.level_downsamples[level]
+        return self._coarse((factor * x, factor * y))
 
     def _coarse(self, wanted: tuple[float, float]) -> CoarseImage:
         wanted = (max(1.0, wanted[0]), max(1.0, wanted[1]))
@@ -263,13 +272,9 @@ class Slide:
                 blank. None: large ones, and a square that cannot be read ends it.
         """
         width, height = self.level_dimensions[level]
-        ratio = [w / d for w, d in zip(wanted, self.level_downsamples[level], strict=True)]
-        # A level that is nearly the scale wanted is taken as it is.
-        size = [
-            length if abs(by - 1) <= 0.02 else max(1, round(length / by))
-            for length, by in zip((width, height), ratio, strict=True)
-        ]
-        scale = (width / size[0], height / size[1])
+        x, y = map(_cheap_factor, wanted, self.level_downsamples[level])
+        size = (max(1, math.ceil(width / x)), max(1, math.ceil(height / y)))
+        scale = (x, y)
         pixels = np.empty((size[1], size[0], 3), np.uint8)
         opaque = np.empty((size[1], size[0]), np.uint8)
         damaged = None if square_px is None else np.zeros((size[1], size[0]), np.bool_)
@@ -281,20 +286,32 @@ class Slide:
                 columns = min(step[0], size[0] - left)
                 window, offset = _window((left * scale[0], top * scale[1]), scale, (columns, rows))
                 place = np.s_[top : top + rows, left : left + columns]
+                # The last pixel may reach beyond the level: what is there counts for all of it.
+                inside = min(window[2], width - window[0]), min(window[3], height - window[1])
                 try:
-                    rgb, alpha = self._source.read_opaque(level, *window)
+                    rgb, alpha = self._source.read_opaque(level, *window[:2], *inside)
                 except SlideReadError:
                     if damaged is None:
                         raise
                     pixels[place], opaque[place], damaged[place] = self.background, 255, True
                     continue
+                if inside != window[2:]:
+                    beyond = ((0, window[3] - inside[1]), (0, window[2] - inside[0]))
+                    rgb = np.pad(rgb, (*beyond, (0, 0)), mode="edge")
+                    alpha = np.pad(alpha, beyond, mode="edge")
                 part = (columns, rows)
                 pixels[place] = resample(rgb, offset=offset, scale=scale, size=part)
-                opaque[place] = resample(alpha, offset=offset, scale=scale, size=part)
+                whole = alpha.min() == 255
+                opaque[place] = (
+                    255 if whole else resample(alpha, offset=offset, scale=scale, size=part)
+                )
         return CoarseImage(
             pixels=pixels,
             opaque=opaque,
-            downsample=(self.dimensions[0] / size[0], self.dimensions[1] / size[1]),
+            downsample=(
+                x * self.level_downsamples[level][0],
+                y * self.level_downsamples[level][1],
+            ),
             level=level,
             damaged=damaged,
         )
@@ -505,3 +522,14 @@ def _sample_hash(path: Path) -> str:
             file.seek(position)
             digest.update(file.read(65536))
     return digest.hexdigest()
+
+
+def _cheap_factor(wanted: float, downsample: float) -> float:
+    """Level pixels per pixel of a coarse image: a whole number where that is near enough.
+
+    Whole factors are averaged several times faster, and nothing that looks at a coarse image
+    asks for an exact scale.
+    """
+    factor = max(1.0, wanted / downsample)
+    whole = round(factor)
+    return float(whole) if abs(factor / whole - 1) <= _COARSE_TOLERANCE else factor

@@ -1,0 +1,10 @@
+"""``make bench``: every figure of docs/performance.md that this machine can give, in one run."""
+
+from benchmarks import client, end_to_end, reading
+
+print("# Asking the model: CPU a tile")
+client.main()
+print("\n# Reading alone")
+reading.main([])
+print("\n# Slides to files")
+end_to_end.main([])
