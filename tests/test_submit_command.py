@@ -10,6 +10,7 @@ import h5py
 import pytest
 
 from bioptimus.batch.inputs import find_inputs
+from bioptimus.batch.report import read_runs
 from cli.main import main
 from tests.conftest import EXAMPLE_SLIDE, ROOT
 from tests.slurm import SlurmCluster, missing_for_slurm
@@ -94,8 +95,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 @pytest.mark.slow
-def test_submitted_job_embeds_every_slide_once(cohort: Path, slurm: SlurmCluster) -> None:
-    command = [sys.executable, "-m", "cli", "submit", "--tasks", "2", "--cpus", "1", "embed"]
+@pytest.mark.timeout(300)
+def test_submitted_job_with_a_requeued_task_embeds_every_slide_once(
+    cohort: Path, slurm: SlurmCluster
+) -> None:
+    for number in range(8):
+        shutil.copy(EXAMPLE_SLIDE, cohort / "my slides" / f"{number}.svs")
+    command = [sys.executable, "-m", "cli", "submit", "--tasks", "4", "--cpus", "1", "embed"]
     command += ["my slides", "--out", "my results", "--device", "cpu", "--tile-mpp", "2"]
     command += ["--min-tissue", "0", "--workers", "1"]
     done = subprocess.run(
@@ -106,23 +112,29 @@ def test_submitted_job_embeds_every_slide_once(cohort: Path, slurm: SlurmCluster
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    number = done.stdout.strip()
-    assert number.isdecimal()
+    job = done.stdout.strip()
+    assert job.isdecimal()
+    task = f"{job}_1"
+    slurm.wait_for(lambda: slurm.states(task) == ["RUNNING 0"], "the first task")
+    slurm.run("scontrol", "requeue", task)
+    slurm.wait_for(lambda: slurm.states(task) == ["PENDING 1"], "the requeue")
+    # SLURM holds a requeued job back for two minutes; it refuses one that comes within a second.
+    slurm.run("scontrol", "update", f"JobId={task}", "StartTime=now+3")
     slurm.wait_for(
-        lambda: (
-            not {"PENDING", "RUNNING", "COMPLETING"}
-            & {state.split()[0] for state in slurm.states(number)}
-        ),
-        "the job",
+        lambda: {state.split()[0] for state in slurm.states(job)} == {"COMPLETED"}, "the job"
     )
     (folder,) = (cohort / "bioptimus-jobs").iterdir()
     logs = [path.read_text() for path in (folder / "logs").iterdir()]
-    assert slurm.states(number) == ["COMPLETED 0"] * 2, logs
-    names = ["a/1.h5", "a/2.h5", "b/1.h5", "b/3 x.h5"]
+    assert sorted(slurm.states(job)) == ["COMPLETED 0"] * 3 + ["COMPLETED 1"], logs
+    names = ["a/1.h5", "a/2.h5", "b/1.h5", "b/3 x.h5", *(f"{number}.h5" for number in range(8))]
     results = cohort / "my results" / "lite0"
-    assert sorted(p.relative_to(results).as_posix() for p in results.rglob("*.*")) == names
+    found = sorted(p.relative_to(results).as_posix() for p in results.rglob("*.*"))
+    assert found == sorted(names)
     for name in names:
         with h5py.File(results / name) as file:
             assert file.attrs["complete"]
             assert len(file["features"]) == 12
         assert sum(f"my results/lite0/{name}" in log for log in logs) == 1
+    summary = read_runs(cohort / "my results")
+    assert [each["state"] for each in summary.slides.values()] == ["ok"] * 12
+    assert summary.missing == []
