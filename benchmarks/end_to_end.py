@@ -82,7 +82,7 @@ class Silent:
     def loading(self, model: str) -> None: ...
 
     def run_started(self, slides: int, *, device: str) -> None:
-        self.started, self.started_cpu = time.perf_counter(), _cpu()
+        self.started, self.started_cpu = time.perf_counter(), spent_cpu()
 
     def slide_started(self, job: SlideJob) -> None: ...
 
@@ -95,15 +95,16 @@ class Silent:
     def slide_ended(self, job: SlideJob, report: SlideReport) -> None: ...
 
 
-def _cpu() -> float:
+def spent_cpu() -> float:
+    """CPU seconds of this process and of its children that have ended."""
     own, children = getrusage(RUSAGE_SELF), getrusage(RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
 def _timed(work: Callable[[], object]) -> Spent:
-    wall, cpu = time.perf_counter(), _cpu()
+    wall, cpu = time.perf_counter(), spent_cpu()
     work()
-    return Spent(time.perf_counter() - wall, _cpu() - cpu)
+    return Spent(time.perf_counter() - wall, spent_cpu() - cpu)
 
 
 class Case:
@@ -189,7 +190,7 @@ class Case:
             listener=listener,
             stop=listener,
         )
-        spent = Spent(time.perf_counter() - listener.started, _cpu() - listener.started_cpu)
+        spent = Spent(time.perf_counter() - listener.started, spent_cpu() - listener.started_cpu)
         done = sum(report.tiles_done for report in result.reports)
         assert done == self.tiles, [report.reason for report in result.reports]
         return spent

@@ -570,12 +570,12 @@ class _SlideWork:
         return block
 
     def _request(self, row: int, tile: npt.NDArray[np.uint8]) -> ModelRequest:
-        x, y = self.plan.coords[row]
+        x, y = self.plan.coords[row].tolist()
         return ModelRequest.from_pixels(
             tile,
             slide_name=self.job.name,
-            x=int(x),
-            y=int(y),
+            x=x,
+            y=y,
             tissue_ratio=float(self.plan.tissue_ratios[row]),
             patch_idx=row,
             resolution=self.plan.spec.mpp,

@@ -6,6 +6,7 @@ plan a slide that is no file.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -145,19 +146,19 @@ class SlidePlan:
         """Size, scale and overlap of the tiles."""
         return self.grid.spec
 
-    @property
+    @cached_property
     def coords(self) -> npt.NDArray[np.int64]:
         """(N, 2) x and y of each kept tile's upper-left corner, level-0 pixels."""
         x = np.array([self.grid.x(column) for column in range(self.grid.columns)], dtype=np.int64)
         y = np.array([self.grid.y(row) for row in range(self.grid.rows)], dtype=np.int64)
         return np.stack([x[self.columns], y[self.rows]], axis=1)
 
-    @property
+    @cached_property
     def columns(self) -> npt.NDArray[np.int64]:
         """(N,) column of each kept tile in the lattice."""
         return np.asarray(self.kept % self.grid.columns, dtype=np.int64)
 
-    @property
+    @cached_property
     def rows(self) -> npt.NDArray[np.int64]:
         """(N,) row of each kept tile in the lattice."""
         return np.asarray(self.kept // self.grid.columns, dtype=np.int64)

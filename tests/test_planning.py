@@ -169,3 +169,9 @@ def test_slide_without_scale_fails_before_its_pixels_are_read() -> None:
 def test_min_tissue_must_be_a_share(share: float) -> None:
     with pytest.raises(UsageError, match="min tissue"):
         PlanOptions(min_tissue=share)
+
+
+def test_coordinates_are_computed_once_however_often_they_are_asked_for() -> None:
+    """One lookup per tile must not cost a pass over all tiles."""
+    plan = plan_slide(FakeSlide(np.full((140, 140, 3), 128, dtype=np.uint8)), SPEC)
+    assert plan.coords is plan.coords
