@@ -136,7 +136,7 @@ def draw(rows: Sequence[dict[str, float]], path: Path) -> None:
     for axes, key, label in ((cost, "cpu_us", "CPU, µs a tile"), (memory, "peak_mib", "peak, MiB")):
         axes.plot(tiles, [row[key] for row in rows], marker="o", color="#0072b2")
         axes.set(xscale="log", xlabel="tiles in the slide", ylabel=label)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.15 * max(row[key] for row in rows))
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 

@@ -10,6 +10,7 @@ import logging
 import math
 import platform
 import time
+import traceback
 from collections.abc import Awaitable, Iterator, Mapping
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
@@ -229,13 +230,28 @@ def process_slide(
         report.state, report.reason, report.error = "stopped", str(exc), exc
     except BioptimusError as exc:
         report.state, report.reason, report.error = "failed", error_text(exc), exc
-    except Exception as exc:
+    except Exception as exc:  # noqa: BLE001
         # The slide's edge: a fault nobody foresaw ends this slide, never the run.
-        log.exception("%s: unexpected error", job.name)
         report.state, report.error = "failed", exc
-        report.reason = f"unexpected {type(exc).__name__}: {exc}; rerun with --verbose"
+        report.reason = unexpected(job, exc)
+    if report.error is not None:
+        release_frames(report.error)
     report.seconds.total = time.perf_counter() - start
     return report
+
+
+def unexpected(job: SlideJob, error: Exception) -> str:
+    """Log an error that nobody foresaw, with its traceback at debug level; what to tell of it."""
+    text = f"unexpected {type(error).__name__}: {error_text(error)}"
+    log.error("%s: %s", job.name, text, exc_info=log.isEnabledFor(logging.DEBUG))
+    return f"{text}; run again with --verbose and report what it prints"
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Let go of what an error's frames hold: the report of 100,000 slides keeps its errors."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def error_text(error: BaseException) -> str:
@@ -264,6 +280,8 @@ def _process(
         report.mpp, report.mpp_source = slide.mpp, slide.resolution.source
         report.reader = slide.reader
         report.warnings.extend(slide.warnings)
+        for warning in report.warnings:
+            listener.note(job, warning)
         parameters = digest_parameters(slide, client, options, planning, job)
         digest = digest_of(parameters)
         if not options.overwrite and _is_done(job, digest, parameters, report):

@@ -49,7 +49,8 @@ class LineProgress:
 
     def note(self, job: "SlideJob", message: str) -> None:
         """Show a message about a slide."""
-        self._line(f"{job.name}: {message}")
+        # Warnings of a slide begin with its file's name already.
+        self._line(f"{job.name}: {message.removeprefix(f'{job.path.name}: ')}")
 
     def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
         """One line for the slide; its file's path on stdout."""

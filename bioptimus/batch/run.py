@@ -6,7 +6,6 @@ never waits for one slide to open or end. A slide that fails ends alone.
 """
 
 import contextlib
-import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -32,6 +31,7 @@ from bioptimus.pipeline import (
     error_text,
     library_versions,
     process_slide,
+    unexpected,
 )
 from bioptimus.planning import Segmenter, is_tissue_model
 from bioptimus.runtime.loader import (
@@ -42,8 +42,6 @@ from bioptimus.runtime.loader import (
     wanted_device,
 )
 from bioptimus.runtime.segmenter import open_segmenter
-
-log = logging.getLogger(__name__)
 
 # How long the main thread waits for a worker before it looks for signals again.
 _JOIN_SECONDS = 0.2
@@ -381,15 +379,9 @@ class _Workers:
                 return self._claimed(slide, job)
         except BioptimusError as exc:
             return self._left(job, "failed", error_text(exc), error=exc)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001
             # The batch's edge: whatever happens around one slide, the others go on.
-            log.exception("%s: unexpected error", job.name)
-            return self._left(
-                job,
-                "failed",
-                f"unexpected {type(exc).__name__}: {exc}; rerun with --verbose",
-                error=exc,
-            )
+            return self._left(job, "failed", unexpected(job, exc), error=exc)
 
     def _left(
         self, job: SlideJob, state: SlideState, reason: str, *, error: Exception | None = None
