@@ -16,6 +16,7 @@ import pytest
 
 from bioptimus.batch.report import read_runs
 from bioptimus.tiles import TileSpec
+from tests.conftest import ROOT
 from tests.slides import tissue, write_pyramid
 from tests.tiny_models import TINY, save_module, tiny
 
@@ -128,14 +129,49 @@ def test_first_signal_keeps_what_was_computed_and_exits_with_its_code(
 def test_two_devices_share_the_slides_and_make_each_once(
     slides: Path, model: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    words = ("embed", slides, "--model", model, "--tissue", "none", "--out", tmp_path)
-    done = bioptimus(*words, "--device", "cpu,cpu")
+    # Relative, as people type it, while the processes are given absolute paths.
+    words = ("embed", slides.name, "--model", model, "--tissue", "none", "--out", tmp_path)
+    done = subprocess.run(
+        command(*words, "--device", "cpu,cpu"),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=slides.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
     made = Counter(each["slide"] for each in records(tmp_path) if each["state"] == "ok")
     assert sorted(made.values()) == [1] * SLIDES
     assert len(list((tmp_path / "runs").glob("*.json"))) == 2
-    assert f"{SLIDES} ok" in done.stderr
+    assert f"[{SLIDES}/{SLIDES}]" in done.stderr
+    assert f"{SLIDES} ok;" in done.stderr
     assert_same_files(tmp_path, undisturbed)
+
+
+def test_signal_stops_the_processes_of_all_devices_and_each_slide_is_told_once(
+    slides: Path, model: Path, tmp_path: Path
+) -> None:
+    words = ("embed", slides, "--model", model, "--tissue", "none", "--out", tmp_path)
+    running = subprocess.Popen(
+        command(*words, "--device", "cpu,cpu", "--log-json", "--workers", "1"),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    ended: list[str] = []
+    told = False
+    with running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            event = json.loads(line)
+            if event["event"] == "slide_planned" and not told:
+                told = True
+                running.send_signal(signal.SIGTERM)
+            if event["event"] == "slide_ended":
+                ended.append(event["slide"])
+    assert running.returncode == 143
+    assert sorted(ended) == sorted(str(path) for path in slides.iterdir())
+    assert not list(tmp_path.rglob("*.claim"))
 
 
 @pytest.mark.slow

@@ -60,8 +60,12 @@ def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal
         collected, dead = _run_processes(each, devices, len(work.jobs), listener, stop)
     if collected.error is not None and not collected.reports:
         raise collected.error
+    reports = merge_reports(collected.reports, work.jobs, dead=dead)
+    for job, report in zip(work.jobs, reports, strict=True):
+        if job.path.absolute() not in collected.told:
+            listener.slide_ended(job, report)
     return RunResult(
-        reports=tuple(merge_reports(collected.reports, work.jobs, dead=dead)),
+        reports=tuple(reports),
         skipped=work.skipped,
         run_file=config.out / RUNS_FOLDER,
     )
@@ -108,7 +112,10 @@ class _Collected:
     def __init__(self, listener: RunListener, slides: int) -> None:
         self._listener = listener
         self._slides = slides
-        self._started: list[str] = []
+        self._loading = self._started = False
+        # Slides whose end the listener has heard; a slide that one process passed over, or did
+        # not come to, may be another's yet.
+        self.told: set[Path] = set()
         self.reports: list[SlideReport] = []
         self.error: BioptimusError | None = None
 
@@ -116,16 +123,22 @@ class _Collected:
         if event == "error":
             self.error = self.error or arguments["error"]
         elif event == "loading":
-            if not self._started:
+            if not self._loading:
+                self._loading = True
                 self._listener.loading(**arguments)
         elif event == "run_started":
-            self._started.append(arguments["device"])
-            if len(self._started) == 1:
+            if not self._started:
+                self._started = True
                 self._listener.run_started(self._slides, device=arguments["device"])
         elif event == "slide_ended":
             report: SlideReport = arguments["report"]
             self.reports.append(report)
-            if not is_left_to_another_job(report.state, report.output):
+            begun = report.state != "stopped" or report.seconds.total > 0
+            left = is_left_to_another_job(report.state, report.output)
+            path = arguments["job"].path.absolute()
+            # While all are stopping, one may take up what the other has just laid down.
+            if begun and not left and path not in self.told:
+                self.told.add(path)
                 self._listener.slide_ended(**arguments)
         else:
             getattr(self._listener, event)(**arguments)

@@ -56,19 +56,21 @@ def merge_reports(
         jobs: Every slide of the run.
         dead: What ended early, for slides that nobody accounted for.
     """
-    best: dict[str, SlideReport] = {}
+    # By absolute path: the processes were given a list of those.
+    best: dict[Path, SlideReport] = {}
     for report in reports:
-        before = best.get(report.slide)
+        path = Path(report.slide).absolute()
+        before = best.get(path)
         if before is None or _preference(report) < _preference(before):
-            best[report.slide] = report
+            best[path] = report
+    merged = []
     for job in jobs:
-        found = best.get(str(job.path))
+        found = best.get(job.path.absolute())
         if found is None or (dead and is_left_to_another_job(found.state, found.output)):
             reason = "; ".join(dead) or "no process accounted for it"
-            best[str(job.path)] = SlideReport(
-                slide=str(job.path), reason=f"{reason}; run the same command again"
-            )
-    return [best[str(job.path)] for job in jobs]
+            found = SlideReport(slide="", reason=f"{reason}; run the same command again")
+        merged.append(replace(found, slide=str(job.path)))
+    return merged
 
 
 def _preference(report: SlideReport) -> int:
