@@ -23,7 +23,7 @@ from bioptimus.verify import verify
 from tests.conftest import EXAMPLE_SLIDE
 from tests.slides import write_pyramid
 from tests.test_hdf5_contract import check_attributes, table
-from tests.tiny_models import TinyRNA, save_module
+from tests.tiny_models import save_module
 
 TILES_OF_EXAMPLE = 140
 
@@ -310,27 +310,38 @@ class DarkIsTissue(torch.nn.Module):
         return (tiles.float().mean(3) < 128).float()
 
 
+GENES_IN, GENES_OUT = 19_374, 6_002
+# The contract of m-optimus, with weights that hand the first genes on.
 RNA = ModelSpec(
     name="rna",
     tile=TileSpec(size_px=64),
     output_kind="prediction_and_embedding",
-    embedding_dim=5,
-    prediction_dim=2,
-    output_names=("GENE1", "GENE2"),
+    embedding_dim=3,
+    prediction_dim=GENES_OUT,
+    output_names=tuple(f"GENE{number}" for number in range(GENES_OUT)),
     omics_transform="log1p",
-    rna_dim=7,
-    input_genes=tuple(f"ENSG0000000000{number}" for number in range(7)),
+    rna_dim=GENES_IN,
+    input_genes=tuple(f"ENSG{number:011}" for number in range(GENES_IN)),
 )
+
+
+class HandsGenesOn(torch.nn.Module):
+    """(tiles, RNA) → (its first genes, the tile's mean colour)."""
+
+    def forward(self, tiles: torch.Tensor, rna: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rna[:, :GENES_OUT] * 1.0, tiles.float().mean((1, 2))
 
 
 def test_bulk_rna_reaches_the_model_in_its_gene_order_and_comes_back_as_tpm(
     tmp_path: Path,
 ) -> None:
-    model = save_module(TinyRNA(), RNA, tmp_path / "rna.pt2")
+    model = save_module(HandsGenesOn(), RNA, tmp_path / "rna.pt2")
     slide = write_pyramid(tmp_path / "slide.tif", np.zeros((128, 128, 3), np.uint8), mpp=0.5)
     table = tmp_path / "rna.csv"
+    tpm = np.random.default_rng(0).random(GENES_IN)
+    tpm *= 1e6 / tpm.sum()
     # Backwards, with version suffixes: the model's own order and names must come of it.
-    rows = [f"ENSG0000000000{number}.{number + 1},{number * 1000}" for number in range(7)]
+    rows = [f"{gene}.{number % 9 + 1},{tpm[number]}" for number, gene in enumerate(RNA.input_genes)]
     table.write_text("gene,tpm\n" + "\n".join(reversed(rows)) + "\n")
     listed = tmp_path / "list.csv"
     listed.write_text("slide,bulk_rna\nslide.tif,rna.csv\n")
@@ -341,12 +352,17 @@ def test_bulk_rna_reaches_the_model_in_its_gene_order_and_comes_back_as_tpm(
         )
         assert done.returncode == 0, done.stderr
         with h5py.File(done.stdout.strip()) as file:
-            assert [name.decode() for name in file["output_names"][:]] == ["GENE1", "GENE2"]
-            names = tuple(name.decode() for name in file["input_gene_names"][:])
-            assert names == RNA.input_genes
-            # The model hands the first two genes on; the tiles are black and add nothing.
-            np.testing.assert_allclose(file["predictions"][:], [[0, 1000]] * 4, rtol=1e-5)
-            assert file["features"].shape == (4, 5)
+            assert tuple(name.decode() for name in file["output_names"][:]) == RNA.output_names
+            assert tuple(name.decode() for name in file["input_gene_names"][:]) == RNA.input_genes
+            np.testing.assert_allclose(
+                file["predictions"][:], [tpm[:GENES_OUT]] * 4, rtol=1e-4, atol=1e-4
+            )
+            assert file["features"].shape == (4, 3)
+    table.write_text("gene,tpm\nENSG00000000000,minus one\nENSG00000000001,2\n")
+    wrong = bioptimus("predict", slide, "--bulk-rna", table, "--model", model, "--out", tmp_path)
+    assert wrong.returncode == 1
+    assert "rna.csv" in wrong.stderr
+    assert "minus one" in wrong.stderr
     without = bioptimus("predict", slide, "--model", model, "--out", tmp_path / "out")
     assert without.returncode == 1
     assert "--bulk-rna" in without.stderr
