@@ -271,6 +271,7 @@ def test_one_tile_is_enough_for_every_picture(sample: Sample, tmp_path: Path) ->
         (["--tile", "9999"], "has rows 0 to"),
         (["--clusters", "13"], "must be 1 to 12"),
         (["--at", "12"], "give x,y in level-0 pixels"),
+        (["--at", "-5,9e9"], "no tile there"),
         (["--tile", "1", "--at", "1,2"], "give one of them"),
         (["--width-px", "10"], "must be 300 to 12000"),
         (["--slide", "nowhere.svs"], "no such file"),

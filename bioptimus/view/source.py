@@ -179,7 +179,17 @@ class SlideResult:
 
         Args:
             location: x, y in level-0 pixels.
+
+        Raises:
+            UsageError: The point is not on the slide, or the result has no tiles.
         """
+        inside = all(0 <= at < end for at, end in zip(location, self.dimensions, strict=True))
+        if not inside or len(self.coords) == 0:
+            width, height = self.dimensions
+            raise UsageError(
+                f"{location[0]:g},{location[1]:g}: no tile there; the slide has {width} x {height} "
+                f"px and {len(self.coords)} tiles"
+            )
         centres = self.coords + np.asarray(self.tile_level0) / 2
         return int(np.square(centres - np.asarray(location)).sum(axis=1).argmin())
 
