@@ -163,7 +163,9 @@ class BarProgress(LineProgress):
 
     def tiles_done(self, job: "SlideJob", count: int) -> None:
         """Move the slide's bar."""
-        bar = self._bars[job.name]
+        bar = self._bars.get(job.name)
+        if bar is None:
+            return  # of two processes that are stopping, one has told this slide's end already
         self._progress.update(bar, advance=count)
         elapsed = time.monotonic() - self._started[job.name]
         done = self._progress.tasks[self._progress.task_ids.index(bar)].completed

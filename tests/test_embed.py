@@ -264,6 +264,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     "words",
     [
         ("--overlap-px", "224"),
+        ("--tile-size-px", "32"),
         ("--min-tissue", "1.5"),
         ("--model", "no-such-model"),
         ("--shard", "0/3"),

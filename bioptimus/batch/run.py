@@ -190,7 +190,12 @@ def list_work(config: RunConfig) -> Work:
     """
     choice = resolve_model(config.model, config.checkpoint, sha256=config.sha256)
     _check_mode(choice.spec, config.slide.mode)
-    config.slide.plan.applied_to(choice.spec.tile)
+    tile = config.slide.plan.applied_to(choice.spec.tile)
+    if tile.size_px != choice.spec.tile.size_px:
+        raise UsageError(
+            f"--tile-size-px {tile.size_px}: {choice.spec.name} reads tiles of "
+            f"{choice.spec.tile.size_px} px and no others; leave it out"
+        )
     if config.bulk_rna is not None and not choice.spec.rna_dim:
         raise UsageError(f"{choice.spec.name}: reads no bulk RNA; leave out --bulk-rna")
     inputs = find_inputs(config.inputs, exclude=(config.out,))
