@@ -89,7 +89,7 @@ def _run_processes(
         )
         for device in devices
     ]
-    collected = _Collected(listener, slides)
+    collected = _Collected(listener, slides, fail_fast=config.fail_fast)
     try:
         for process in processes:
             process.start()
@@ -109,9 +109,12 @@ def _run_processes(
 class _Collected:
     """What the processes have said so far; used on the parent's thread only."""
 
-    def __init__(self, listener: RunListener, slides: int) -> None:
+    def __init__(self, listener: RunListener, slides: int, *, fail_fast: bool) -> None:
         self._listener = listener
         self._slides = slides
+        self._fail_fast = fail_fast
+        # Under --fail-fast the process of the failed slide stops itself, not the others.
+        self.failed_fast = False
         self._loading = self._started = False
         # Slides whose end the listener has heard; a slide that one process passed over, or did
         # not come to, may be another's yet.
@@ -133,6 +136,8 @@ class _Collected:
         elif event == "slide_ended":
             report: SlideReport = arguments["report"]
             self.reports.append(report)
+            if report.state == "failed" and self._fail_fast:
+                self.failed_fast = True
             begun = report.state != "stopped" or report.seconds.total > 0
             left = is_left_to_another_job(report.state, report.output)
             path = arguments["job"].path.absolute()
@@ -150,14 +155,14 @@ def _relay(
     """Pass events on until every process has ended and its last event is read."""
     told = False
     while True:
+        # Looked at before each event: while tiles are done, the queue may never be empty.
         alive = [process for process in processes if process.is_alive()]
-        if stop.stopped and not told:
+        if (stop.stopped or collected.failed_fast) and not told:
             told = True
             for process in alive:
                 process.terminate()
         try:
-            while True:
-                collected.take(*events.get(timeout=_POLL_SECONDS if alive else 0.0))
+            collected.take(*events.get(timeout=_POLL_SECONDS if alive else 0.0))
         except queue.Empty:
             if not alive:
                 return
