@@ -250,7 +250,17 @@ def unexpected(job: SlideJob, error: Exception) -> str:
 def release_frames(error: BaseException | None) -> None:
     """Let go of what an error's frames hold: the report of 100,000 slides keeps its errors."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        trace = error.__traceback__
+        traceback.clear_frames(trace)
+        # An error of another thread is traced to where it was caught; the callers above that
+        # hang on to its frames, with a batch of tiles among their variables.
+        caller = trace.tb_frame.f_back if trace else None
+        while caller is not None:
+            try:
+                caller.clear()
+            except RuntimeError:
+                break  # at work, as are all above it
+            caller = caller.f_back
         error = error.__cause__ or error.__context__
 
 
@@ -532,13 +542,15 @@ class _SlideWork:
                     break
                 await self._block(rows)
 
+        failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._lanes):
                     group.create_task(lane())
         except BaseExceptionGroup as failures:
-            # The first failure ended the others; it is the one to tell.
-            raise _first_cause(failures) from None
+            # The first failure ended the others; it is the one to tell. Raised below, since
+            # `from None` here would take its own cause away.
+            failure = _first_cause(failures)
         finally:
             # A lane that was cancelled leaves its reader thread at work on the open slide.
             wait(self._reading)
@@ -548,6 +560,8 @@ class _SlideWork:
             self.report.seconds.forward = statistics.forward_seconds
             with self.report.seconds.measure("write"):
                 self.writer.flush()
+        if failure is not None:
+            raise failure
         if self.stop.stopped and len(self.writer.pending()):
             raise StoppedError(f"{self.job.name}: stopped; run the same command again to go on")
 

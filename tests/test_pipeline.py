@@ -1,5 +1,7 @@
 """One slide from file to file, with models that misbehave."""
 
+import gc
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from bioptimus.errors import OutOfDeviceMemoryError
+from bioptimus.inference.schemas import ModelRequest
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import ModelSpec
 from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport, process_slide
@@ -161,6 +164,24 @@ def test_forward_failure_twice_fails_the_slide_and_keeps_the_part(slide: Path) -
     assert again.state == "ok"
     assert 0 < listener.resumed < TILES
     assert again.tiles_done == TILES
+
+
+def test_error_of_a_slide_keeps_its_cause_and_none_of_the_tiles(
+    slide: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(call: int, tiles: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the device is gone")
+
+    gc.collect()
+    others = [each for each in gc.get_objects() if type(each) is ModelRequest]
+    # Captured log records would hold the errors of other tiles.
+    with caplog.at_level(logging.CRITICAL + 1, "bioptimus"):
+        report = run(slide, Runner(fail))
+    assert report.error is not None
+    assert isinstance(report.error.__cause__, RuntimeError)
+    gc.collect()
+    left = [each for each in gc.get_objects() if type(each) is ModelRequest]
+    assert len(left) == len(others)
 
 
 def test_out_of_memory_halves_the_batch_says_so_once_and_loses_nothing(slide: Path) -> None:

@@ -472,6 +472,8 @@ class BatchScheduler:
             for entry, response in zip(entries, outcome, strict=True):
                 if not entry.future.done():
                     entry.future.set_result(response)
+        # The traceback of a failure hangs on to the thread's frames, and those to this list.
+        entries.clear()
         self._pump()
 
     # Ends.
