@@ -266,6 +266,26 @@ def test_fail_fast_stops_at_the_first_failure_and_accounts_for_the_rest(
     assert states == {"failed": 1, "stopped": SLIDES}
 
 
+def test_reader_of_stdout_that_leaves_ends_the_run_as_failed_and_accounted_for(
+    slides: Path, model: Path, tmp_path: Path
+) -> None:
+    running = subprocess.Popen(
+        command("embed", slides, "--model", model, "--workers", "1", "--out", tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    assert running.stderr is not None
+    running.stdout.close()  # as `| head` does
+    errors = running.stderr.read()
+    running.stderr.close()
+    assert running.wait(timeout=60) == 1, errors
+    assert "Traceback" not in errors
+    states = Counter(each["state"] for each in records(tmp_path))
+    assert states["ok"] == len(list(tmp_path.rglob("*.h5"))) == 1
+
+
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""

@@ -18,7 +18,7 @@ from bioptimus.batch.report import RunFile
 from bioptimus.batch.shards import parse_shard, share
 from bioptimus.batch.stage import Stager
 from bioptimus.batch.threads import plan_threads
-from bioptimus.errors import BioptimusError, OutputError, UsageError
+from bioptimus.errors import BioptimusError, UsageError
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.pipeline import (
@@ -311,13 +311,14 @@ class _Workers:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _reports: dict[int, SlideReport] = field(default_factory=dict)
     _failed_fast: threading.Event = field(default_factory=threading.Event)
-    _fault: OutputError | None = None
+    _fault: Exception | None = None
 
     def run(self, count: int) -> list[SlideReport]:
         """Process all jobs and return their reports in order.
 
         Raises:
-            OutputError: The report could not be written; running slides were stopped.
+            OutputError: The report could not be written; running slides were stopped. Likewise
+                whatever the listener raised, such as BrokenPipeError.
         """
         threads = [
             threading.Thread(target=self._work, name=f"slides-{number}") for number in range(count)
@@ -358,11 +359,12 @@ class _Workers:
                 return
             job = self.work.jobs[index]
             thread.name = f"slide {job.name}"
-            self.listener.slide_started(job)
             try:
+                self.listener.slide_started(job)
                 self._end(index, job, self._one(self.work.slides[index], job))
-            except OutputError as exc:
-                # The report itself cannot be written: nothing would be accounted for.
+            except Exception as exc:  # noqa: BLE001
+                # The report cannot be written, or nobody hears us any more: slides would go
+                # unaccounted for. An error left to the thread would end it and be no one's.
                 self._fault = exc
                 self._failed_fast.set()
 
@@ -370,8 +372,11 @@ class _Workers:
         self._reports[index] = report
         if report.state == "failed" and self.config.fail_fast:
             self._failed_fast.set()
-        self.listener.slide_ended(job, report)
-        self.run_file.add(report)
+        # First the record: a listener may find its terminal or its pipe gone.
+        try:
+            self.run_file.add(report)
+        finally:
+            self.listener.slide_ended(job, report)
 
     def _one(self, slide: SlideInput, job: SlideJob) -> SlideReport:
         try:
