@@ -6,6 +6,7 @@ written as it arrives; whatever ends the slide early leaves a part file that a r
 """
 
 import asyncio
+import hashlib
 import logging
 import math
 import platform
@@ -292,7 +293,7 @@ def _process(
         report.warnings.extend(slide.warnings)
         for warning in report.warnings:
             listener.note(job, warning)
-        parameters = digest_parameters(slide, client, options, planning, job)
+        parameters = digest_parameters(slide, client, options, planning, bulk_rna)
         digest = digest_of(parameters)
         if not options.overwrite and _is_done(job, digest, parameters, report):
             return
@@ -376,7 +377,7 @@ def digest_parameters(
     client: InProcessClient,
     options: SlideOptions,
     planning: PlanOptions,
-    job: SlideJob,
+    bulk_rna: npt.NDArray[np.float32] | None,
 ) -> dict[str, Any]:
     """What a result file depends on: two runs that agree here make the same file.
 
@@ -405,7 +406,8 @@ def digest_parameters(
         "tissue": tissue,
         "tissue mask sha256": file_sha256(Path(planning.tissue)) if mask_given else "",
         "keep pen": planning.keep_pen,
-        "bulk RNA sha256": file_sha256(job.bulk_rna) if job.bulk_rna and spec.rna_dim else "",
+        # The values, not their file: a table may hold a column for each sample.
+        "bulk RNA sha256": "" if bulk_rna is None else hashlib.sha256(bulk_rna.data).hexdigest(),
         "icc": options.opening.icc,
         "dtype": options.dtype,
     }

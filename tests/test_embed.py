@@ -359,6 +359,14 @@ def test_bulk_rna_reaches_the_model_in_its_gene_order_and_comes_back_as_tpm(
                 file["predictions"][:], [tpm[:GENES_OUT]] * 4, rtol=1e-4, atol=1e-4
             )
             assert file["features"].shape == (4, 3)
+    rest = [f"{row},{value}" for row, value in zip(rows, np.roll(tpm, 1), strict=True)]
+    table.write_text("gene,tpm,other\n" + "\n".join(rest) + "\n")
+    words = ("predict", slide, "--bulk-rna", table, "--model", model, "--tissue", "none")
+    where = ("--out", tmp_path / "columns")
+    assert bioptimus(*words, *where, "--value-column", "tpm").returncode == 0
+    other = bioptimus(*words, *where, "--value-column", "other")
+    assert other.returncode == 1, "a sample's result passed for another's"
+    assert "bulk RNA" in other.stderr
     table.write_text("gene,tpm\nENSG00000000000,minus one\nENSG00000000001,2\n")
     wrong = bioptimus("predict", slide, "--bulk-rna", table, "--model", model, "--out", tmp_path)
     assert wrong.returncode == 1
