@@ -286,6 +286,17 @@ def test_reader_of_stdout_that_leaves_ends_the_run_as_failed_and_accounted_for(
     assert states["ok"] == len(list(tmp_path.rglob("*.h5"))) == 1
 
 
+def test_device_that_cannot_be_used_is_told_though_the_others_do_the_work(
+    slides: Path, model: Path, tmp_path: Path
+) -> None:
+    done = bioptimus(
+        *("embed", slides, "--model", model, "--tissue", "none", "--out", tmp_path),
+        *("--device", "cpu,cuda:77"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cuda:77" in done.stderr
+
+
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""

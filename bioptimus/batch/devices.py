@@ -4,6 +4,7 @@ Every process gets the whole list of slides; claims deal them out as they come, 
 takes more of them. The parent relays what the processes report and sums it up.
 """
 
+import logging
 import multiprocessing
 import os
 import queue
@@ -22,6 +23,8 @@ from bioptimus.errors import BioptimusError, UsageError
 from bioptimus.pipeline import SlideJob, SlideReport, StopSignal
 from bioptimus.runtime.runners import available_cores
 
+log = logging.getLogger(__name__)
+
 _POLL_SECONDS = 0.2
 
 
@@ -38,7 +41,7 @@ def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal
 
     Raises:
         UsageError: No device is named, or the inputs or options make no sense.
-        BioptimusError: As `run`, from the first process that could not start.
+        BioptimusError: As `run`, from the first process that could not start, if none could.
     """
     devices = [name.strip() for name in config.device.split(",") if name.strip()]
     if not devices:
@@ -58,8 +61,11 @@ def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal
             threads=config.threads or (1 if set(devices) == {"cpu"} else None),
         )
         collected, dead = _run_processes(each, devices, len(work.jobs), listener, stop)
-    if collected.error is not None and not collected.reports:
-        raise collected.error
+    if collected.error is not None:
+        if not collected.reports:
+            raise collected.error
+        log.warning("the other devices went on without one: %s", collected.error)
+        dead.append(str(collected.error))
     reports = merge_reports(collected.reports, work.jobs, dead=dead)
     for job, report in zip(work.jobs, reports, strict=True):
         if job.path.absolute() not in collected.told:
