@@ -28,6 +28,7 @@ from bioptimus import __version__
 from bioptimus.errors import (
     BioptimusError,
     OutOfDeviceMemoryError,
+    OutputError,
     RequestError,
     SlideOpenError,
     SlideReadError,
@@ -68,7 +69,7 @@ class SlideOptions:
         plan: Tile and tissue options.
         dtype: Stored type of embeddings and predictions.
         max_failed_tiles: Share of planned tiles that may fail before the slide does, 0..1.
-        overwrite: Replace a finished file that was made otherwise.
+        overwrite: Replace a finished file that was made otherwise, or is damaged.
         gene_column: Column of gene names in bulk RNA tables; found by its usual names if None.
         value_column: Column of TPM values in them; found by its usual names if None.
     """
@@ -295,7 +296,7 @@ def _process(
             listener.note(job, warning)
         parameters = digest_parameters(slide, client, options, planning, bulk_rna)
         digest = digest_of(parameters)
-        if not options.overwrite and _is_done(job, digest, parameters, report):
+        if _is_done(job, digest, parameters, report, overwrite=options.overwrite):
             return
         with report.seconds.measure("tissue"):
             plan = plan_slide(slide, spec.tile, planning, segmenter=segmenter)
@@ -336,8 +337,23 @@ def _process(
             report.reason = "; ".join(plan.warnings)
 
 
-def _is_done(job: SlideJob, digest: str, parameters: dict[str, Any], report: SlideReport) -> bool:
-    if check_existing(job.output, digest=digest, digest_parameters=parameters) is None:
+def _is_done(
+    job: SlideJob,
+    digest: str,
+    parameters: dict[str, Any],
+    report: SlideReport,
+    *,
+    overwrite: bool,
+) -> bool:
+    try:
+        found = check_existing(job.output, digest=digest, digest_parameters=parameters)
+    except OutputError:
+        if not overwrite:
+            raise
+        found = None
+    # The same file is not made again, also to overwrite: another device, or this job before it
+    # was requeued, may have made it a moment ago.
+    if found is None:
         return False
     report.state, report.reason, report.output = "skipped", "done already", str(job.output)
     return True

@@ -180,7 +180,7 @@ Overwrite = Annotated[
     bool,
     typer.Option(
         "--overwrite",
-        help="Replace finished files, also of other parameters.",
+        help="Replace files that were made with other parameters or are damaged.",
         rich_help_panel=_RUN,
     ),
 ]

@@ -128,8 +128,8 @@ def test_not_a_number_in_an_output_fails_that_tile_alone(slide: Path) -> None:
         answer[(answer - torch.from_numpy(whole[dark])).abs().sum(1) == 0] = float("nan")
         return answer
 
-    options = SlideOptions(plan=PlanOptions(tissue="none"), overwrite=True)
-    report = run(slide, Runner(spoil), options=options)
+    slide.with_suffix(".h5").unlink()
+    report = run(slide, Runner(spoil))
     assert (report.state, report.tiles_failed) == ("ok", 1)
     np.testing.assert_array_equal(features(slide), np.delete(whole, dark, axis=0))
     with h5py.File(slide.with_suffix(".h5")) as file:
@@ -221,6 +221,18 @@ def test_stop_signal_keeps_what_was_computed_and_a_rerun_goes_on(slide: Path) ->
     slide.with_suffix(".h5").unlink()
     run(slide, Runner())
     np.testing.assert_array_equal(stopped_then_resumed, features(slide))
+
+
+def test_overwrite_replaces_what_was_made_otherwise_and_nothing_else(slide: Path) -> None:
+    plan = PlanOptions(tissue="none")
+    assert run(slide, Runner(), options=SlideOptions(plan=plan, dtype="float16")).state == "ok"
+    assert run(slide, Runner(), options=SlideOptions(plan=plan)).state == "failed"
+    other = SlideOptions(plan=plan, overwrite=True)
+    assert run(slide, Runner(), options=other).state == "ok"
+    # As the second of two devices, or a requeued job, meets what the first has made.
+    assert run(slide, Runner(), options=other).state == "skipped"
+    slide.with_suffix(".h5").write_bytes(b"cut short")
+    assert run(slide, Runner(), options=other).state == "ok"
 
 
 def test_unreadable_tile_becomes_a_failed_tile_not_a_row(slide: Path) -> None:
