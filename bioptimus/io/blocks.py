@@ -3,7 +3,8 @@
 A *band* is some rows of tiles. Bands are read from top to bottom, the tiles of a band column by
 column: a stored tile is then wanted again at once by the tile below it and the next column, and
 a cache of two columns of stored tiles is enough, whatever the width of the slide. Only along the
-border of two bands are stored tiles decoded twice.
+border of two bands are stored tiles decoded twice. A block is some columns of a band: stored tiles
+inside it are never wanted by another block.
 """
 
 import numpy as np
@@ -28,7 +29,8 @@ def band_rows(stride: float, stored: int, *, most: int = _MAX_BAND_ROWS) -> int:
         most: Rows for which the cache has room.
 
     Returns:
-        The number whose borders cut through the fewest stored tiles; the largest of equals.
+        The number whose borders cut through the fewest stored tiles. Of equals the smallest: its
+        blocks have more columns, so more of their stored tiles lie inside them.
     """
 
     def decoded_per_needed(rows: int) -> float:
@@ -36,7 +38,7 @@ def band_rows(stride: float, stored: int, *, most: int = _MAX_BAND_ROWS) -> int:
         whole = round(extent)
         return 1.0 if whole > 0 and abs(extent - whole) < 1e-3 else (extent + 1) / extent
 
-    return max(range(1, max(1, most) + 1), key=lambda rows: (-decoded_per_needed(rows), rows))
+    return min(range(1, max(1, most) + 1), key=decoded_per_needed)
 
 
 def most_band_rows(

@@ -61,6 +61,10 @@ class TileCache:
         """Bytes of memory held, filled or not."""
         return self._bytes
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether the tile is here, or being decoded, at this moment."""
+        return key in self._slots
+
     def acquire(
         self,
         key: Hashable,

@@ -15,7 +15,8 @@ from bioptimus.io.plain import cut_off_sentence, open_plain, sub_levels
 from bioptimus.io.quiet import quiet_tifffile
 from bioptimus.io.refusals import check_readable, check_whole, explain
 from bioptimus.io.sources import OpenSlideSource, PixelSource
-from bioptimus.io.tiff import StoredLevel, TiffSource, UnsupportedLayoutError, stored_level
+from bioptimus.io.stored import StoredLevel, UnsupportedLayoutError, stored_level
+from bioptimus.io.tiff import TiffSource
 
 log = logging.getLogger(__name__)
 

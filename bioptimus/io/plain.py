@@ -17,7 +17,8 @@ import tifffile
 from bioptimus.errors import SlideOpenError
 from bioptimus.io.metadata import Metadata
 from bioptimus.io.sources import WHITE, Pixels
-from bioptimus.io.tiff import StoredLevel, TiffSource, UnsupportedLayoutError, put, stored_level
+from bioptimus.io.stored import StoredLevel, UnsupportedLayoutError, stored_level
+from bioptimus.io.tiff import TiffSource
 
 log = logging.getLogger(__name__)
 
@@ -168,9 +169,9 @@ def _cut_strips(level: StoredLevel, page: tifffile.TiffPage) -> StoredLevel:
     lengths = np.broadcast_to(np.minimum(rows, level.height - tops) * row_bytes, offsets.shape)
     is_inverted = int(page.photometric) == 0
 
-    def decode(_number: int, data: bytes, out: Pixels) -> None:
+    def decode(_number: int, data: bytes) -> Pixels:
         pixels = np.frombuffer(data, np.uint8).reshape(-1, level.width, samples)
-        put(255 - pixels if is_inverted else pixels, out)
+        return 255 - pixels if is_inverted else pixels
 
     return replace(
         level,
@@ -238,7 +239,7 @@ def _open_picture(
         samples=3,
         offsets=np.array([0], np.int64),
         lengths=np.array([path.stat().st_size], np.int64),
-        decode=lambda _number, data, out: put(_as_rgb(decode(data)), out),
+        decode=lambda _number, data: _as_rgb(decode(data)),
     )
     metadata = Metadata(
         vendor=kind,

@@ -50,7 +50,7 @@ def resample(
     Returns:
         ``out``, or a new array of that shape; the latter may be a view of ``pixels``.
     """
-    offset = (_on_grid(offset[0]), _on_grid(offset[1]))
+    offset = on_grid(offset)
     factor = whole_factor(offset, scale, size)
     if factor is not None:
         x, y = int(offset[0]), int(offset[1])
@@ -88,8 +88,10 @@ def _pre_reduced(
     )
 
 
-def _on_grid(position: float) -> float:
-    return round(position * PHASE_STEPS) / PHASE_STEPS
+def on_grid(offset: tuple[float, float]) -> tuple[float, float]:
+    """An (x, y) offset as exactly as it is kept."""
+    x, y = (round(position * PHASE_STEPS) / PHASE_STEPS for position in offset)
+    return (x, y)
 
 
 def whole_factor(

@@ -8,7 +8,7 @@ back in the slide's background colour.
 import ctypes
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -60,13 +60,23 @@ class PixelSource(Protocol):
             SlideReadError: A pixel could not be decoded.
         """
 
-    def read_reduced(
-        self, level: int, x: int, y: int, factor: tuple[int, int], out: Pixels
-    ) -> bool:
-        """Fill ``out`` with means over whole factors of pixels, if there is a short way.
+    def read_tiles(
+        self,
+        level: int,
+        corners: Sequence[tuple[int, int]],
+        factor: tuple[int, int],
+        outs: Sequence[Pixels],
+    ) -> list[bool]:
+        """Fill pictures with means over whole factors of pixels, where there is a short way.
+
+        Args:
+            level: Level to read.
+            corners: (x, y) of each picture, pixels of the level.
+            factor: (x, y) level pixels per pixel of a picture.
+            outs: RGB (height, width, 3) each.
 
         Returns:
-            Whether it was done; if not, :meth:`read` and resample.
+            Which were filled; the others are for :meth:`read` and resampling.
         """
 
     def stored_tile(self, level: int) -> tuple[int, int]:
@@ -133,11 +143,15 @@ class OpenSlideSource:
         _composite(raw, self._background, pixels)
         return pixels, np.ascontiguousarray(raw[..., 3])
 
-    def read_reduced(
-        self, level: int, x: int, y: int, factor: tuple[int, int], out: Pixels
-    ) -> bool:
+    def read_tiles(
+        self,
+        level: int,
+        corners: Sequence[tuple[int, int]],
+        factor: tuple[int, int],
+        outs: Sequence[Pixels],
+    ) -> list[bool]:
         """OpenSlide has no short way."""
-        return False
+        return [False] * len(outs)
 
     def _read_raw(self, level: int, x: int, y: int, width: int, height: int) -> Pixels:
         """Premultiplied BGRA (height, width, 4)."""

@@ -30,7 +30,7 @@ from bioptimus.io.levels import LevelChoice, choose_level, finer_levels
 from bioptimus.io.memory import BATCH_BYTES, fresh_rows
 from bioptimus.io.metadata import Metadata
 from bioptimus.io.opening import open_source
-from bioptimus.io.resample import resample, whole_factor
+from bioptimus.io.resample import on_grid, resample, whole_factor
 from bioptimus.io.resolution import Resolution, claims_from_properties, decide
 from bioptimus.io.sources import PixelSource
 from bioptimus.io.tiff import CACHE_BYTES
@@ -373,29 +373,50 @@ class TileReader:
         Raises:
             SlideReadError: The pixels could not be decoded, also after one reopening.
         """
-        corner = (tile.x / self.level_downsample[0], tile.y / self.level_downsample[1])
-        size = (self.size_px, self.size_px)
-        window, offset = _window(corner, self.scale, size)
-        out = self._fresh.tile()
-        factor = whole_factor(offset, self.scale, size)
-        if factor == (1, 1) and window[2:] == size:
-            self._source.read(self.level, *window, out=out)
-        elif factor is None or not self._source.read_reduced(
-            self.level, window[0], window[1], factor, out
-        ):
-            pixels = self._source.read(self.level, *window)
-            resample(pixels, offset=offset, scale=self.scale, size=size, out=out)
-        return out if self._to_srgb is None else self._to_srgb(out)
+        (result,) = self.read_block([tile])
+        if isinstance(result, SlideReadError):
+            raise result
+        return result
 
     def read_block(self, tiles: Sequence[Tile]) -> list[Pixels | SlideReadError]:
-        """Read several tiles; one that cannot be read is its error, the others are pixels."""
+        """Read several tiles; one that cannot be read is its error, the others are pixels.
+
+        Neighbours read together are cheaper than one by one.
+        """
+        size = (self.size_px, self.size_px)
+        places = [self._place(tile) for tile in tiles]
+        outs = [self._fresh.tile() for _ in tiles]
+        done = [False] * len(tiles)
+        # The scale is the same for all, so those with a corner on a pixel have one factor.
+        whole = [i for i, (_, offset) in enumerate(places) if on_grid(offset) == (0.0, 0.0)]
+        factor = whole_factor((0.0, 0.0), self.scale, size)
+        if factor is not None and whole:
+            filled = self._source.read_tiles(
+                self.level, [places[i][0][:2] for i in whole], factor, [outs[i] for i in whole]
+            )
+            for i, was_filled in zip(whole, filled, strict=True):
+                done[i] = was_filled
         results: list[Pixels | SlideReadError] = []
-        for tile in tiles:
+        for (window, offset), out, is_done in zip(places, outs, done, strict=True):
             try:
-                results.append(self.read(tile))
+                if not is_done:
+                    self._read_alone(window, offset, out)
+                results.append(out if self._to_srgb is None else self._to_srgb(out))
             except SlideReadError as exc:
                 results.append(exc)
         return results
+
+    def _place(self, tile: Tile) -> "tuple[_Window, tuple[float, float]]":
+        corner = (tile.x / self.level_downsample[0], tile.y / self.level_downsample[1])
+        return _window(corner, self.scale, (self.size_px, self.size_px))
+
+    def _read_alone(self, window: "_Window", offset: tuple[float, float], out: Pixels) -> None:
+        size = (self.size_px, self.size_px)
+        if window[2:] == size and whole_factor(offset, self.scale, size) == (1, 1):
+            self._source.read(self.level, *window, out=out)
+        else:
+            pixels = self._source.read(self.level, *window)
+            resample(pixels, offset=offset, scale=self.scale, size=size, out=out)
 
     def blocks(self, grid: TileGrid, kept: Indices) -> list[Indices]:
         """Group tiles so that reading block by block decodes each stored tile about once.
