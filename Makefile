@@ -14,7 +14,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/bioptimus embed examples/CMU-1-Small-Region.svs --out demo-out
 
-test: $(VENV)/.installed
+# What tests compare our models with. Without what these depend on: timm's would bring another
+# torch. Tests that lack it skip, and say so.
+.reference: $(VENV)/.installed
+	-$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ timm==1.0.31 \
+	  transformers==5.24.0 tokenizers==0.23.3 safetensors==0.8.0 regex==2026.11.19
+
+test: $(VENV)/.installed .reference
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed
@@ -33,4 +39,4 @@ bench-read: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.reading
 
 clean:
-	rm -rf $(VENV) build dist demo-out site
+	rm -rf $(VENV) .reference build dist demo-out site

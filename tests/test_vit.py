@@ -11,16 +11,14 @@ import torch
 from torch.nn import functional
 
 from bioptimus.errors import CheckpointError
-from bioptimus.models.facts import FACTS, Facts, VitShape
+from bioptimus.models.facts import FACTS, VitShape
 from bioptimus.models.registry import SPECS
-from bioptimus.runtime.export import TileModel, export_module
+from bioptimus.runtime.export import TileModel
 from bioptimus.runtime.fitting import pool_tokens
-from bioptimus.runtime.runners import open_runner
 from bioptimus.runtime.sources import Source, from_folder
 from bioptimus.runtime.vit import (
     VisionTransformer,
     Weights,
-    load_strictly,
     random_vit,
     read_safetensors,
     read_weights,
@@ -111,12 +109,12 @@ def reference(images: torch.Tensor, weights: Weights, shape: VitShape) -> torch.
     return normed(x, "norm")
 
 
-def shallow(key: str, folder: Path, *, depth: int = 2) -> tuple[Source, VitShape, Weights]:
+def shallow(key: str, folder: Path) -> tuple[Source, VitShape, Weights]:
     """The model of a row, few blocks and two heads, read from a folder as users have it."""
     full = FACTS[key].vit
     assert full is not None
-    shape = narrow(full, depth=depth)
-    weights = random_vit(shape, depth=depth).state_dict()
+    shape = narrow(full)
+    weights = random_vit(shape, depth=shape.depth).state_dict()
     source = from_folder(hub_folder(folder / key, shape, weights), facts_key=key)
     return source, shape, weights
 
@@ -149,26 +147,6 @@ def test_each_known_model_read_from_a_folder_gives_its_formula(key: str, tmp_pat
     full = FACTS[key].vit
     assert full is not None
     assert found.shape[1] * full.heads == FACTS[key].dim * 2
-
-
-def layouts() -> list[str]:
-    """One key for each layout: rows that differ in depth, width or colours export alike."""
-    keys: dict[object, str] = {}
-    for key, facts in VITS.items():
-        assert facts.vit is not None
-        keys.setdefault((narrow(facts.vit), facts.pooling), key)
-    return list(keys.values())
-
-
-@pytest.mark.parametrize("key", layouts())
-def test_each_layout_is_exported_and_gives_its_formula(key: str, tmp_path: Path) -> None:
-    source, shape, weights = shallow(key, tmp_path, depth=1)
-    spec = source.spec.with_(embedding_dim=0)
-    report = export_module(source.network, spec, tmp_path / "model.pt2")
-    runner = open_runner(report.path, device="cpu", spec=report.spec)
-    expected = expected_embedding(key, some_tiles(), shape, weights)
-    (found,) = runner(some_tiles())
-    assert functional.cosine_similarity(found.double(), expected).min() > 0.999999
 
 
 # Millions of parameters that the model cards state.
@@ -354,30 +332,3 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match="outside the folder"):
         read_weights(tmp_path)
-
-
-def timm_or_skip() -> object:
-    try:
-        import timm
-    except (ImportError, RuntimeError) as exc:  # a torchvision that does not fit raises either
-        pytest.skip(f"needs timm: {exc}")
-    return timm
-
-
-@pytest.mark.parametrize("key", [key for key, facts in VITS.items() if facts.timm_name])
-def test_timm_builds_the_same_network_from_the_facts(key: str) -> None:
-    timm_or_skip()
-    from bioptimus.runtime.sources import _from_timm
-
-    facts: Facts = FACTS[key]
-    assert facts.vit is not None
-    shape = replace(facts.vit, depth=2)
-    weights = random_vit(shape, depth=2).state_dict()
-    shallow = replace(facts, timm_args={**facts.timm_args, "depth": 2})
-    theirs = _from_timm({}, shallow, dict(weights)).eval()
-    ours = VisionTransformer(shape).eval()
-    load_strictly(ours, weights)
-    images = torch.randn(2, 3, 224, 224)
-    with torch.inference_mode():
-        expected = theirs.forward_features(images)  # type: ignore[operator]
-        torch.testing.assert_close(ours(images), expected, rtol=1e-4, atol=1e-4)

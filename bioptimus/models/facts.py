@@ -132,9 +132,13 @@ class Facts:
 
 
 _SWIGLU = {"mlp_layer": "SwiGLUPacked", "act_layer": "SiLU"}
-_SHAPES = (
-    "parameter count of the full shape; a shallow copy compared with the formulas and with timm "
-    "where it has the model, and one of each layout exported"
+_TIMM = (
+    "two blocks with random weights exported and compared with timm 1.0.31; the full shape has "
+    "timm's parameters, in the stated number"
+)
+_TRANSFORMERS = (
+    "two blocks with random weights, saved by it, exported and compared with the transformers "
+    "library 5.24; the full shape has the stated number of parameters"
 )
 _NOT_WEIGHTS = "; the weights are gated and were not loaded"
 
@@ -158,7 +162,7 @@ _TABLE = (
         mean=_OPTIMUS_MEAN, std=_OPTIMUS_STD, dim=1536, vit=_VIT_G,
         timm_name="vit_giant_patch14_reg4_dinov2",
         timm_args={"img_size": 224, "init_values": 1e-5, "dynamic_img_size": False},
-        verified=_SHAPES + _NOT_WEIGHTS,
+        verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="h0-mini", title="H0-mini", repository="bioptimus/H0-mini",
@@ -167,7 +171,7 @@ _TABLE = (
                      registers=4, positions="patches"),
         timm_name="vit_base_patch14_reg4_dinov2",
         timm_args={"img_size": 224, "init_values": 1e-5, "mlp_ratio": 5.33334, **_SWIGLU},
-        verified=_SHAPES + "; the hidden width (4096) follows from the stated 86 M parameters"
+        verified=_TIMM + "; the hidden width (4096) follows from the stated 86 M parameters"
         + _NOT_WEIGHTS,
     ),
     Facts(
@@ -175,14 +179,14 @@ _TABLE = (
         licence="gated, non-commercial", mean=_OPTIMUS_MEAN, std=_OPTIMUS_STD, dim=1536,
         vit=_VIT_G, timm_name="vit_giant_patch14_reg4_dinov2",
         timm_args={"img_size": 224, "init_values": 1e-5, "dynamic_img_size": False},
-        verified=_SHAPES + _NOT_WEIGHTS,
+        verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="uni", title="UNI", repository="MahmoodLab/UNI", licence="CC-BY-NC-ND-4.0",
         mean=IMAGENET_MEAN, std=IMAGENET_STD, dim=1024, vit=_VIT_L, interpolation="bilinear",
         timm_name="vit_large_patch16_224",
         timm_args={"img_size": 224, "init_values": 1e-5, "dynamic_img_size": True},
-        verified=_SHAPES + _NOT_WEIGHTS,
+        verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="uni2-h", title="UNI2-h", repository="MahmoodLab/UNI2-h", licence="CC-BY-NC-ND-4.0",
@@ -191,7 +195,7 @@ _TABLE = (
         timm_args={"img_size": 224, "depth": 24, "num_heads": 24, "init_values": 1e-5,
                    "embed_dim": 1536, "mlp_ratio": 5.33334, "no_embed_class": True,
                    "reg_tokens": 8, "dynamic_img_size": True, **_SWIGLU},
-        verified=_SHAPES + _NOT_WEIGHTS,
+        verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="virchow", title="Virchow", repository="paige-ai/Virchow", licence="Apache-2.0",
@@ -199,7 +203,7 @@ _TABLE = (
         timm_name="vit_huge_patch14_224",
         timm_args={"img_size": 224, "init_values": 1e-5, "mlp_ratio": 5.3375, "global_pool": "",
                    "dynamic_img_size": True, **_SWIGLU},
-        verified=_SHAPES + _NOT_WEIGHTS,
+        verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="virchow2", title="Virchow2", repository="paige-ai/Virchow2",
@@ -208,7 +212,7 @@ _TABLE = (
         timm_name="vit_huge_patch14_224",
         timm_args={"img_size": 224, "init_values": 1e-5, "mlp_ratio": 5.3375, "global_pool": "",
                    "reg_tokens": 4, "dynamic_img_size": True, **_SWIGLU},
-        verified=_SHAPES + _NOT_WEIGHTS,
+        verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="gigapath", title="Prov-GigaPath tile encoder",
@@ -218,69 +222,69 @@ _TABLE = (
         timm_name="vit_giant_patch14_dinov2",
         timm_args={"img_size": 224, "patch_size": 16, "init_values": 1e-5, "mlp_ratio": 5.33334,
                    "dynamic_img_size": True},
-        verified=_SHAPES + "; its authors cut the middle 224 px out of tiles of 256 px at 0.5 "
+        verified=_TIMM + "; its authors cut the middle 224 px out of tiles of 256 px at 0.5 "
         "um/px, which are tiles of 224 px here" + _NOT_WEIGHTS,
     ),
     Facts(
         key="phikon", title="Phikon", repository="owkin/phikon",
         licence="Owkin non-commercial", mean=IMAGENET_MEAN, std=IMAGENET_STD, dim=768,
         vit=_with(_VIT_B, epsilon=1e-12), interpolation="bilinear",
-        verified=_SHAPES + "; names of the transformers library are translated" + _NOT_WEIGHTS,
+        verified=_TRANSFORMERS + _NOT_WEIGHTS,
     ),
     Facts(
         key="phikon-v2", title="Phikon-v2", repository="owkin/phikon-v2",
         licence="Owkin non-commercial", mean=IMAGENET_MEAN, std=IMAGENET_STD, dim=1024,
         vit=_VIT_L,
-        verified=_SHAPES + "; names of the transformers library are translated" + _NOT_WEIGHTS,
+        verified=_TRANSFORMERS + _NOT_WEIGHTS,
     ),
     Facts(
         key="conch", title="CONCH, image tower", repository="MahmoodLab/CONCH",
         licence="CC-BY-NC-ND-4.0", mean=(0.48145466, 0.4578275, 0.40821073),
         std=(0.26862954, 0.26130258, 0.27577711), dim=512, pooling="none", tile_px=448,
         verified="not buildable by timm (its attentional pooling is not timm's): export it from "
-        "a Python function that uses its own package; figures not checked here",
+        "a Python function that uses its own package; not compared with it, figures not checked",
     ),
     Facts(
         key="hibou-b", title="Hibou-B", repository="histai/hibou-b", licence="Apache-2.0",
         mean=_HIBOU_MEAN, std=_HIBOU_STD, dim=768,
         vit=VitShape(patch_px=14, width=768, depth=12, heads=12, hidden=3072, registers=4),
-        verified=_SHAPES + "; names of the transformers library are translated; GELU or SwiGLU is "
-        "read from the weights, which were not loaded here",
+        verified=_TRANSFORMERS + "; GELU or SwiGLU is read from the weights, which were not "
+        "loaded here",
     ),
     Facts(
         key="hibou-l", title="Hibou-L", repository="histai/hibou-L", licence="Apache-2.0",
         mean=_HIBOU_MEAN, std=_HIBOU_STD, dim=1024,
         vit=_with(_VIT_L, patch_px=14, registers=4),
-        verified=_SHAPES + "; names of the transformers library are translated; GELU or SwiGLU is "
-        "read from the weights, which were not loaded here",
+        verified=_TRANSFORMERS + "; GELU or SwiGLU is read from the weights, which were not "
+        "loaded here",
     ),
     Facts(
         key="kaiko-s16", title="Kaiko ViT-S/16",
         repository="1aurent/vit_small_patch16_224.kaiko_ai_towards_large_pathology_fms",
         licence="kaiko-non-commercial", mean=_HALF, std=_HALF, dim=384, vit=_VIT_S,
         interpolation="bilinear", timm_name="vit_small_patch16_224",
-        timm_args={"img_size": 224, "dynamic_img_size": True}, verified=_SHAPES + _NOT_WEIGHTS,
+        timm_args={"img_size": 224, "dynamic_img_size": True}, verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="kaiko-s8", title="Kaiko ViT-S/8",
         repository="1aurent/vit_small_patch8_224.kaiko_ai_towards_large_pathology_fms",
         licence="kaiko-non-commercial", mean=_HALF, std=_HALF, dim=384,
         vit=_with(_VIT_S, patch_px=8), interpolation="bilinear", timm_name="vit_small_patch8_224",
-        timm_args={"img_size": 224, "dynamic_img_size": True}, verified=_SHAPES + _NOT_WEIGHTS,
+        timm_args={"img_size": 224, "dynamic_img_size": True}, verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="kaiko-b16", title="Kaiko ViT-B/16",
         repository="1aurent/vit_base_patch16_224.kaiko_ai_towards_large_pathology_fms",
         licence="kaiko-non-commercial", mean=_HALF, std=_HALF, dim=768, vit=_VIT_B,
         interpolation="bilinear", timm_name="vit_base_patch16_224",
-        timm_args={"img_size": 224, "dynamic_img_size": True}, verified=_SHAPES + _NOT_WEIGHTS,
+        timm_args={"img_size": 224, "dynamic_img_size": True}, verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="kaiko-b8", title="Kaiko ViT-B/8",
         repository="1aurent/vit_base_patch8_224.kaiko_ai_towards_large_pathology_fms",
         licence="kaiko-non-commercial", mean=_HALF, std=_HALF, dim=768,
         vit=_with(_VIT_B, patch_px=8), interpolation="bilinear", timm_name="vit_base_patch8_224",
-        timm_args={"img_size": 224, "dynamic_img_size": True}, verified=_SHAPES + _NOT_WEIGHTS,
+        timm_args={"img_size": 224, "dynamic_img_size": True}, verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="kaiko-l14", title="Kaiko ViT-L/14",
@@ -289,34 +293,35 @@ _TABLE = (
         vit=_with(_VIT_L, patch_px=14, registers=4, positions="patches"),
         interpolation="bilinear", timm_name="vit_large_patch14_reg4_dinov2",
         timm_args={"img_size": 224, "dynamic_img_size": True},
-        verified=_SHAPES + "; positions stored for 518 px are resampled" + _NOT_WEIGHTS,
+        verified=_TIMM + "; positions stored for 518 px are resampled" + _NOT_WEIGHTS,
     ),
     Facts(
         key="lunit-s16", title="Lunit DINO ViT-S/16",
         repository="1aurent/vit_small_patch16_224.lunit_dino",
         licence="Lunit, non-commercial", mean=_LUNIT_MEAN, std=_LUNIT_STD, dim=384, vit=_VIT_S,
         timm_name="vit_small_patch16_224", timm_args={"img_size": 224, "dynamic_img_size": True},
-        verified=_SHAPES + _NOT_WEIGHTS,
+        verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="lunit-s8", title="Lunit DINO ViT-S/8",
         repository="1aurent/vit_small_patch8_224.lunit_dino",
         licence="Lunit, non-commercial", mean=_LUNIT_MEAN, std=_LUNIT_STD, dim=384,
         vit=_with(_VIT_S, patch_px=8), timm_name="vit_small_patch8_224",
-        timm_args={"img_size": 224, "dynamic_img_size": True}, verified=_SHAPES + _NOT_WEIGHTS,
+        timm_args={"img_size": 224, "dynamic_img_size": True}, verified=_TIMM + _NOT_WEIGHTS,
     ),
     Facts(
         key="ctranspath", title="CTransPath", repository="X-zhangyang/TransPath",
         licence="GPL-3.0", mean=IMAGENET_MEAN, std=IMAGENET_STD, dim=768, pooling="none",
         interpolation="bilinear",
         verified="not buildable by timm (a Swin-T with a stem of its own on an altered timm): "
-        "export it from a Python function; figures not checked here",
+        "export it from a Python function; not compared with it, figures not checked",
     ),
     Facts(
         key="resnet50", title="ResNet-50, ImageNet", repository="timm/resnet50.tv_in1k",
         licence="BSD-3-Clause", mean=IMAGENET_MEAN, std=IMAGENET_STD, dim=2048, pooling="none",
         interpolation="bilinear", timm_name="resnet50",
-        verified="built with timm 1.0.31 at full size with random weights, exported and compared",
+        verified="exported through timm, at reduced depth with random weights, and compared with "
+        "timm 1.0.31",
     ),
 )  # fmt: skip
 
