@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +22,8 @@ from bioptimus.inference.layout import AttributeValue, to_json
 
 _PAGE_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 20
+# Harder levels cost twice the time and win 3 %; bytes gain nothing from shuffling.
+_GZIP_LEVEL = 1
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 FAILED_TILES_DTYPE = np.dtype(
@@ -147,9 +150,24 @@ class HDF5Image:
         """A small dataset with its values."""
         per_chunk = max(1, CHUNK_BYTES // max(1, values[:1].nbytes))
         chunks = (min(len(values), per_chunk), *values.shape[1:]) if values.size else None
-        # Harder levels cost twice the time and win 3 %; bytes gain nothing from shuffling.
-        packed = {"compression": "gzip", "compression_opts": 1} if compress and values.size else {}
-        self.file.create_dataset(name, data=values, chunks=chunks, **packed)
+        if not compress or chunks is None:
+            self.file.create_dataset(name, data=values, chunks=chunks)
+            return
+        dataset = self.file.create_dataset(
+            name,
+            shape=values.shape,
+            dtype=values.dtype,
+            chunks=chunks,
+            compression="gzip",
+            compression_opts=_GZIP_LEVEL,
+        )
+        for first in range(0, len(values), chunks[0]):
+            part = values[first : first + chunks[0]]
+            chunk = np.zeros(chunks, values.dtype)  # the last one is stored whole as well
+            chunk[: len(part)] = part
+            # Three times as fast as HDF5's own zlib, and the same format.
+            packed = imagecodecs.deflate_encode(chunk.tobytes(), level=_GZIP_LEVEL, raw=False)
+            dataset.id.write_direct_chunk((first, *[0] * (values.ndim - 1)), packed)
 
     def add_names(self, name: str, values: Sequence[str]) -> None:
         """A dataset of UTF-8 strings."""

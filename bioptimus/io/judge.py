@@ -12,8 +12,10 @@ _PROBE_PX = 160
 # OpenSlide takes level-0 positions and interpolates between pixels of a coarser level where they
 # do not meet; nearer than this it does not.
 _EXACT_PX = 1 / 512
-# Where in the level to look, as shares of its width and height.
-_PROBES = ((0.0, 0.0), (0.5, 0.5), (0.3, 0.6), (1.0, 1.0))
+# Where in a level to look, as shares of its width and height: tissue mostly lies in the middle,
+# padded tiles in the last corner. The finest level is what tiles mostly come from.
+_PROBES_FINEST = ((0.0, 0.0), (0.5, 0.5), (0.3, 0.6), (1.0, 1.0))
+_PROBES = ((0.5, 0.5), (1.0, 1.0))
 
 
 def first_difference(
@@ -38,7 +40,8 @@ def first_difference(
         read either do not count.
     """
     for level in levels:
-        for x, y, width, height in _places(dimensions[level], downsamples[level]):
+        probes = _PROBES if level else _PROBES_FINEST
+        for x, y, width, height in _places(probes, dimensions[level], downsamples[level]):
             try:
                 right = judge.read(level, x, y, width, height)
             except SlideReadError:
@@ -48,9 +51,11 @@ def first_difference(
     return None
 
 
-def _places(size: tuple[int, int], downsample: float) -> Iterator[tuple[int, int, int, int]]:
+def _places(
+    probes: Sequence[tuple[float, float]], size: tuple[int, int], downsample: float
+) -> Iterator[tuple[int, int, int, int]]:
     seen = set()
-    for share_x, share_y in _PROBES:
+    for share_x, share_y in probes:
         x = _exact_position(size[0], share_x, downsample)
         y = _exact_position(size[1], share_y, downsample)
         if (x, y) not in seen:

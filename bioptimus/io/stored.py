@@ -82,6 +82,12 @@ class StoredLevel:
         """Rows of stored tiles."""
         return -(-self.height // self.tile_height)
 
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all stored tiles, decoded."""
+        size = self.tile_width * self.tile_height * self.samples * self.planes
+        return self.across * self.down * size
+
     def can_reduce(self, factor: tuple[int, int]) -> bool:
         """Whether means over (x, y) factor pixels never reach across stored tiles."""
         if factor == (1, 1):

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # Two columns of tiles of a band of blocks, for several threads.
 CACHE_BYTES = 32 << 20
+# A level that fits is decoded once for the tissue search, the thumbnail and the tiles.
+_KEPT_LEVEL_BYTES = CACHE_BYTES // 4 * 3
 
 # Rows and columns.
 _Place = tuple[slice, slice]
@@ -209,8 +211,8 @@ class TiffSource:
         """
         key = (level, number, factor)
         copied = sum(map(_area, (part for _, _, part in places)))
-        if copied >= stored.visible_px(number, factor) and key not in self._cache:
-            # Nothing of it is left for others.
+        nothing_left = copied >= stored.visible_px(number, factor)
+        if nothing_left and stored.nbytes > _KEPT_LEVEL_BYTES and key not in self._cache:
             pixels = self._decoded(stored, number, factor)
             for index, place, part in places:
                 outs[index][place] = pixels[part]

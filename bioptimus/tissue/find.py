@@ -163,9 +163,10 @@ def _cleaned(mask: BoolImage, *, smallest_px: float, largest_hole_px: float) -> 
         elif inside - half + 1 <= largest_hole_px:
             holes.append(index)
     # Specks first: one may lie in a hole, and would be cut out of its filling.
+    # One by one, since OpenCV goes over all that it is given at each call.
     for index in specks:
-        cv2.drawContours(image, contours, index, 0, cv2.FILLED)
+        cv2.drawContours(image, [contours[index]], 0, 0, cv2.FILLED)
     for index in holes:
         if int(hierarchy[0][index][3]) not in specks:
-            cv2.drawContours(image, contours, index, 1, cv2.FILLED)
+            cv2.drawContours(image, [contours[index]], 0, 1, cv2.FILLED)
     return image > 0
