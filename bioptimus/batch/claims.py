@@ -229,12 +229,11 @@ def _create(path: Path, holder: Holder) -> bool:
     except FileExistsError:
         return False
     try:
-        os.write(descriptor, json.dumps(asdict(holder)).encode())
+        with open(descriptor, "wb") as stream:
+            stream.write(json.dumps(asdict(holder)).encode())
     except OSError:
         _unlink(path)
         raise
-    finally:
-        os.close(descriptor)
     return True
 
 

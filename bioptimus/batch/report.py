@@ -2,13 +2,14 @@
 
 ``<out>/runs/<id>.json`` starts with a line about the run (``"kind": "run"``) and one with its
 inputs (``"kind": "inputs"``); a line for each slide follows (``"kind": "slide"``). Each line is
-one `write` on a file opened for appending, so a killed run leaves whole lines, and jobs that
-share a folder write files of their own.
+handed to the system whole, so a killed run leaves whole lines; a full disk may cut one short,
+which is passed over in reading. Jobs that share a folder write files of their own.
 """
 
 import datetime
 import os
 import platform
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -105,6 +106,8 @@ class RunFile:
         stamp = started.strftime("%Y%m%dT%H%M%S%f")
         self.run_id = f"{stamp}-{self.host}-{os.getpid()}"
         self.path = out / RUNS_FOLDER / f"{self.run_id}.json"
+        self._lock = threading.Lock()
+        self._torn = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -136,15 +139,21 @@ class RunFile:
         """Append one slide's record.
 
         Raises:
-            OutputError: The file system refused.
+            OutputError: The file system refused, or took a part only.
         """
         self._append({"kind": "slide", **slide_record(report), "host": self.host, "job": self.job})
 
     def _append(self, record: dict[str, Any]) -> None:
-        try:
-            os.write(self._file, orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-        except OSError as exc:
-            raise OutputError(f"{self.path}: {exc.strerror}") from exc
+        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        with self._lock:
+            # What a full disk cut short must not take the next line with it.
+            left = memoryview(b"\n" + line if self._torn else line)
+            try:
+                while left:
+                    left = left[os.write(self._file, left) :]
+                    self._torn = bool(left)
+            except OSError as exc:
+                raise OutputError(f"{self.path}: {exc.strerror}") from exc
 
     def close(self) -> None:
         """Close the file; safe to call twice."""

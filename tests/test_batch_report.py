@@ -1,0 +1,48 @@
+"""The run's report keeps every line it took, whatever the disk does in between."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from bioptimus.batch.claims import Claim, claim_path
+from bioptimus.batch.report import RunFile, read_runs
+from bioptimus.errors import OutputError
+from bioptimus.pipeline import SlideReport
+
+
+@contextmanager
+def room(size_bytes: int) -> Iterator[None]:
+    """As on a full disk: a file grows to this size, the write that would pass it ends short."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def run_file(out: Path) -> RunFile:
+    slides = ["a.svs", "b.svs", "c.svs"]
+    return RunFile(out, command=(), parameters={}, inputs=slides, skipped=(), versions={})
+
+
+def test_line_that_a_full_disk_cut_short_is_told_and_spoils_no_other(tmp_path: Path) -> None:
+    with closing(run_file(tmp_path)) as report:
+        report.add(SlideReport(slide="a.svs", state="ok"))
+        with room(report.path.stat().st_size + 40):
+            for _ in range(2):
+                with pytest.raises(OutputError, match=r"\.json: File too large"):
+                    report.add(SlideReport(slide="b.svs", state="ok"))
+        report.add(SlideReport(slide="c.svs", state="ok"))
+    summary = read_runs(tmp_path)
+    assert sorted(summary.slides) == ["a.svs", "c.svs"]
+    assert summary.missing == ["b.svs"]
+
+
+def test_claim_that_a_full_disk_cut_short_is_not_taken(tmp_path: Path) -> None:
+    with room(40), pytest.raises(OutputError, match="cannot claim this slide"):
+        Claim.take(tmp_path / "x.h5")
+    assert not claim_path(tmp_path / "x.h5").exists()
