@@ -168,6 +168,7 @@ def export(
         slide=verify,
         hub=from_hub,
         accept_licence=accept_licence,
+        tell=lambda words: typer.echo(words, err=True),
     )
     real = "not compared (--verify SLIDE)"
     if report.worst_real is not None:

@@ -245,15 +245,14 @@ def test_a_python_function_gives_the_network(
         from_function("my_network:other", COLOURED)
 
 
-def test_nothing_is_downloaded_before_its_licence_is_accepted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(UsageError, match=r"MahmoodLab/UNI from .*CC-BY-NC-ND-4\.0"):
-        from_hub("uni", accept_licence=False)
-    assert main(["models", "export", "uni", "--from-hub"]) == 2
-    assert "--accept-licence" in capsys.readouterr().err
+def test_a_model_that_cannot_be_built_is_not_downloaded() -> None:
     with pytest.raises(UsageError, match="not buildable"):
         from_hub("conch", accept_licence=True)
+
+
+def test_weights_of_another_model_are_named_by_their_width(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="flat: the network gives 5 values, flat gives 6"):
+        export_module(Flat(), COLOURED.with_(embedding_dim=6), tmp_path / "flat.pt2")
 
 
 @pytest.mark.parametrize(

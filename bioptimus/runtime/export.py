@@ -267,8 +267,14 @@ def _complete(spec: ModelSpec, outputs: Sequence[torch.Tensor]) -> ModelSpec:
             f"{spec.output_kind.replace('_', ' ')} gives {len(expected_outputs(spec))}"
         )
     changes = {}
-    if spec.makes_embedding and not spec.embedding_dim:
-        changes["embedding_dim"] = outputs[-1].shape[-1]
+    if spec.makes_embedding:
+        width = outputs[-1].shape[-1]
+        if spec.embedding_dim not in (0, width):
+            raise CheckpointError(
+                f"{spec.name}: the network gives {width} values, {spec.name} gives "
+                f"{spec.embedding_dim}; are these the weights of another model?"
+            )
+        changes["embedding_dim"] = width
     if spec.makes_prediction and not spec.prediction_dim:
         changes["prediction_dim"] = outputs[0].shape[-1]
     return spec.with_(**changes)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from bioptimus.runtime.export import ExportReport
+
+log = logging.getLogger(__name__)
 
 # Heads of timm's plain vision transformers; the weights do not tell.
 _HEADS_BY_NAME = {"tiny": 3, "small": 6, "base": 12, "large": 16, "huge": 16}
@@ -116,9 +119,19 @@ def from_function(reference: str, spec: ModelSpec) -> Source:
 
 
 def from_hub(
-    key: str, *, accept_licence: bool, overrides: Mapping[str, Any] | None = None
+    key: str,
+    *,
+    accept_licence: bool,
+    overrides: Mapping[str, Any] | None = None,
+    tell: Callable[[str], object] = log.info,
 ) -> Source:
     """Download a model of the facts table, once its licence was accepted.
+
+    Args:
+        key: Which model.
+        accept_licence: Whether the user accepts its licence.
+        overrides: Fields of the specification that the user sets.
+        tell: Is told what will be fetched before it is.
 
     Raises:
         UsageError: No facts under that key, or the licence was not accepted; the message says
@@ -128,29 +141,30 @@ def from_hub(
     facts = get_facts(key)
     if facts.vit is None and not facts.timm_name:
         raise UsageError(f"{key}: {facts.verified}")
+    from bioptimus.runtime.hub import download, list_files
+
+    try:
+        files = list_files(facts.repository)
+    except CheckpointError as exc:
+        if accept_licence:
+            raise
+        # Without network the licence can still be told.
+        raise UsageError(
+            f"{key}: would download the weights of {facts.repository}, under the licence: "
+            f"{facts.licence}; add --accept-licence once you have read it (now: {exc})"
+        ) from exc
+    licence = facts.licence
+    if files.licence and files.licence.lower() != licence.lower():
+        licence += f" (its page says {files.licence})"
     if not accept_licence:
         raise UsageError(
-            f"{key}: would download config.json and the weights of {facts.repository} from "
-            f"huggingface.co, under the licence: {facts.licence}. Read it at "
-            f"https://huggingface.co/{facts.repository}, then add --accept-licence"
+            f"{key}: would download {files} of {facts.repository}, under the licence: {licence}. "
+            f"Read it at https://huggingface.co/{facts.repository}, then add --accept-licence"
         )
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as exc:
-        raise CheckpointError(
-            "downloading needs huggingface_hub; pip install 'bioptimus-wsi[export]'"
-        ) from exc
-    patterns = ["config.json", "preprocessor_config.json", "model*.safetensors*"]
-    try:
-        folder = Path(snapshot_download(facts.repository, allow_patterns=patterns))
-        if not list(folder.glob("model*.safetensors")):
-            snapshot_download(facts.repository, allow_patterns=["pytorch_model.bin"])
-    except Exception as exc:  # the hub's client raises errors of several libraries
-        raise CheckpointError(
-            f"{facts.repository}: cannot be downloaded: {exc}; gated models need an accepted "
-            "request and `huggingface-cli login`"
-        ) from exc
-    return from_folder(folder, facts_key=key, overrides=overrides)
+    tell(f"downloading {files} of {facts.repository}, licence: {licence}")
+    found = from_folder(download(files), facts_key=key, overrides=overrides)
+    spec = found.spec.with_(source=f"{facts.repository}@{files.revision}")
+    return Source(network=found.network, spec=spec)
 
 
 def export_source(
@@ -163,6 +177,7 @@ def export_source(
     slide: Path | None,
     hub: bool,
     accept_licence: bool,
+    tell: Callable[[str], object] = log.info,
 ) -> ExportReport:
     """Find the network, export it, compare it.
 
@@ -175,17 +190,16 @@ def export_source(
         slide: Compare on tiles of this slide too.
         hub: Download the weights.
         accept_licence: The user accepts the licence of what is downloaded.
+        tell: Is told what will be downloaded before it is.
 
     Raises:
         UsageError: The options make no sense.
         CheckpointError: The network cannot be read or exported, or the file differs from it.
         SlideError: The slide cannot be read.
     """
-    from bioptimus.runtime.export import export_module
-
     _check_overrides(overrides)
     if hub:
-        found = from_hub(source, accept_licence=accept_licence, overrides=overrides)
+        found = from_hub(source, accept_licence=accept_licence, overrides=overrides, tell=tell)
     elif ":" in source and not Path(source).exists():
         base = get_facts(facts_key).spec() if facts_key else _undescribed(source, overrides)
         found = from_function(source, base.with_(**overrides))
@@ -199,6 +213,8 @@ def export_source(
     spec = found.spec
     path = out or Path(f"{spec.name}.pt2")
     tiles = sample_tiles(slide, spec) if slide else None
+    from bioptimus.runtime.export import export_module
+
     return export_module(found.network, spec, path, device=device, real_tiles=tiles)
 
 
