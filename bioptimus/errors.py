@@ -12,6 +12,7 @@
     ├── RequestError (ValueError)        one request is malformed; only its caller sees this
     ├── ModelError
     │   ├── CheckpointError (ValueError) missing, truncated, foreign or wrong-device ``.pt2``
+    │   │   └── NoCheckpointError (UsageError)  nothing, or a folder, where a ``.pt2`` was named
     │   └── _ForwardError (RuntimeError) a forward pass failed; shared by the requests of a batch
     │       └── OutOfDeviceMemoryError   ... for want of memory: a smaller batch may work
     ├── SchedulerClosedError (RuntimeError)  a request met a scheduler that was shut down
@@ -63,6 +64,10 @@ class ModelError(BioptimusError):
 
 class CheckpointError(ModelError, ValueError):
     """A ``.pt2`` file is missing, truncated, foreign, or made for another device."""
+
+
+class NoCheckpointError(CheckpointError, UsageError):
+    """There is no file where a ``.pt2`` was named: a slip of the command line, not damage."""
 
 
 class _ForwardError(ModelError, RuntimeError):

@@ -173,6 +173,18 @@ def is_tissue_model(tissue: str) -> bool:
     return tissue.lower().endswith(".pt2")
 
 
+def require_tissue_file(tissue: str) -> None:
+    """Refuse a way to find tissue that names a file which is not there.
+
+    Raises:
+        UsageError: There is no such file.
+    """
+    if tissue in ("auto", "none") or Path(tissue).is_file():
+        return
+    kind = "tissue model" if is_tissue_model(tissue) else "mask"
+    raise UsageError(f"--tissue {tissue}: no such {kind}; give auto, none, or the path of a file")
+
+
 def plan_slide(
     slide: PlannableSlide,
     spec: TileSpec,

@@ -1,7 +1,9 @@
 """The ``bioptimus`` command: one Typer app, one place that turns errors into exit codes."""
 
 import logging
+import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Annotated, TextIO
 
@@ -9,9 +11,11 @@ import typer
 
 from bioptimus.errors import BioptimusError, UsageError
 from cli import convert, doctor, embed, info, models, predict, report, submit, tiles, verify, view
+from cli.progress import JsonLines, event_line
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="bioptimus",
@@ -36,6 +40,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log more, and show the traceback of an error.")
     ] = False,
@@ -50,7 +55,7 @@ def _root(
 
     An independent implementation, not affiliated with Bioptimus.
     """
-    _log_to_stderr(verbose=verbose)
+    _log_to_stderr(verbose=verbose, as_json=bool(context.obj))
 
 
 _SETTINGS: dict[Callable[..., object], dict[str, object]] = {
@@ -84,29 +89,42 @@ def main(arguments: list[str] | None = None) -> int:
         The exit code: 0 done, 1 failed, 2 wrong usage, 130 / 143 stopped by a signal.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = _wants_json(words)
     verbose = "--verbose" in words
     if verbose:
         # People type it behind the command as well as before.
         words = ["--verbose", *(word for word in words if word != "--verbose")]
     try:
-        code = app(args=words, prog_name="bioptimus", standalone_mode=False)
+        code = app(args=words, prog_name="bioptimus", standalone_mode=False, obj=as_json)
     except typer.Exit as exc:
         return exc.exit_code
-    except typer.Abort:
-        return 130
+    except (typer.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
     except BioptimusError as exc:
         if verbose:
-            raise
-        _print_error(exc)
-        return EXIT_USAGE if isinstance(exc, UsageError) else EXIT_FAILED
+            traceback.print_exc()
+        code = EXIT_USAGE if isinstance(exc, UsageError) else EXIT_FAILED
+        notes = getattr(exc, "__notes__", [])
+        _print_error("; ".join([str(exc), *notes]), code, as_json=as_json)
     except Exception as exc:
-        # Typer's own usage errors know how to show themselves; anything else is a bug and
-        # keeps its traceback.
-        if hasattr(exc, "show") and hasattr(exc, "exit_code"):
-            exc.show()
-            return int(exc.exit_code)
-        raise
+        # Typer's own usage errors have a text of their own; anything else is a bug and keeps
+        # its traceback.
+        if not (hasattr(exc, "format_message") and hasattr(exc, "exit_code")):
+            raise
+        code = int(exc.exit_code)
+        # No text: nothing was typed, and the help has been shown.
+        if text := exc.format_message():
+            context = getattr(exc, "ctx", None)
+            hint = f"; see '{context.command_path} --help'" if context else ""
+            _print_error(text.rstrip(".") + hint, code, as_json=as_json)
     return code if isinstance(code, int) else 0
+
+
+def _wants_json(words: list[str]) -> bool:
+    """Whether a run's events, and so its errors, are to be JSON: known before words are parsed."""
+    command = next((word for word in words if not word.startswith("-")), "")
+    variable = os.environ.get(f"BIOPTIMUS_{command.upper()}_LOG_JSON", "")
+    return "--log-json" in words or variable.lower() in ("1", "true", "t", "yes", "y", "on")
 
 
 class _ToStderr(logging.StreamHandler[TextIO]):
@@ -125,9 +143,11 @@ class _ToStderr(logging.StreamHandler[TextIO]):
         """Chosen at each record instead."""
 
 
-def _log_to_stderr(*, verbose: bool) -> None:
+def _log_to_stderr(*, verbose: bool, as_json: bool) -> None:
     handler = _ToStderr(level=logging.DEBUG if verbose else logging.WARNING)
-    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    handler.setFormatter(
+        JsonLines() if as_json else logging.Formatter("%(levelname)s: %(message)s")
+    )
     for package in ("bioptimus", "cli"):
         logger = logging.getLogger(package)
         logger.handlers = [handler]
@@ -135,6 +155,8 @@ def _log_to_stderr(*, verbose: bool) -> None:
             logger.setLevel(logging.DEBUG)
 
 
-def _print_error(error: BioptimusError) -> None:
-    notes = getattr(error, "__notes__", [])
-    typer.echo("error: " + "; ".join([str(error), *notes]), err=True)
+def _print_error(text: str, code: int, *, as_json: bool) -> None:
+    line = f"error: {text}"
+    if as_json:
+        line = event_line("error", message=text, exit_code=code)
+    typer.echo(line, err=True)

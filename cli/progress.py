@@ -1,5 +1,6 @@
 """The one place that speaks to the terminal while a run goes on."""
 
+import logging
 import sys
 import threading
 import time
@@ -99,10 +100,25 @@ class JsonProgress(LineProgress):
                 print_result(report.output)
 
     def _event(self, kind: str, **values: Any) -> None:
-        import orjson
+        self._line(event_line(kind, **values))
 
-        record = {"event": kind, "time": round(time.time(), 3), **values}
-        self._line(orjson.dumps(record).decode())
+
+def event_line(kind: str, **values: Any) -> str:
+    """One event as a JSON object on one line."""
+    import orjson
+
+    return orjson.dumps({"event": kind, "time": round(time.time(), 3), **values}).decode()
+
+
+class JsonLines(logging.Formatter):
+    """Log records as events of the kind ``log``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One JSON line, with a traceback inside where there is one."""
+        values = {"level": record.levelname.lower(), "message": record.getMessage()}
+        if record.exc_info:
+            values["traceback"] = self.formatException(record.exc_info)
+        return event_line("log", **values)
 
 
 class BarProgress(LineProgress):

@@ -70,8 +70,9 @@ def tiles(
     a slide without tissue has not.
     """
     from bioptimus.batch.inputs import find_inputs
+    from bioptimus.batch.places import refuse_unwritable
     from bioptimus.io.wsi import OpenOptions
-    from bioptimus.planning import PlanOptions, is_tissue_model
+    from bioptimus.planning import PlanOptions, is_tissue_model, require_tissue_file
 
     opening = OpenOptions(
         mpp_override=mpp_override,
@@ -88,6 +89,14 @@ def tiles(
         tissue=tissue,
         keep_pen=keep_pen,
     )
+    require_tissue_file(tissue)
+    for option, folder in (
+        ("--out", out if overview else None),
+        ("--dump", dump),
+        ("--csv", csv and csv.parent),
+    ):
+        if folder is not None:
+            refuse_unwritable(folder, option=option)
     found = find_inputs(inputs, exclude=[out, *([dump] if dump else [])])
     for path, reason in found.skipped:
         typer.echo(f"not a slide: {path} ({reason})", err=True)

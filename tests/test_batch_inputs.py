@@ -242,7 +242,7 @@ def test_csv_with_semicolons_as_spreadsheets_write_it(tmp_path: Path) -> None:
         ("path,mpp\nx.svs,1\n", "no column 'slide'.*found: path, mpp"),
         ("", "found: nothing"),
         ("slide\n", "no slides in this list"),
-        ("slide,mpp\nx.svs,abc\n", "line 2: mpp 'abc' is not a positive number"),
+        ("slide,mpp\nx.svs,abc\n", "line 2: mpp 'abc' is not a number of µm per pixel"),
         ("slide,mpp\n\nx.svs,0\n", "line 3: mpp '0'"),
         ("slide,mpp\nx.svs,nan\n", "mpp 'nan'"),
         ("slide,mpp\n,0.5\n", "line 2: no slide"),

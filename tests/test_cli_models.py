@@ -65,7 +65,7 @@ def test_show_keeps_to_a_pinned_digest(portable: Path, capsys: Captured) -> None
     ("words", "code", "said"),
     [
         (["models", "show", "nonsense"], 2, "no such model or file"),
-        (["models", "show", "nonsense.pt2"], 1, "no such file"),
+        (["models", "show", "nonsense.pt2"], 2, "no such file"),
         (["models", "compile", "h1"], 2, "pass --checkpoint"),
         (["models", "compile", "lite0", "--isa", "mmx"], 2, "--isa mmx"),
         (["models", "export", ".", "--mean", "1,2"], 2, "--mean 1,2: must be three numbers"),

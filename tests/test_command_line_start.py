@@ -19,6 +19,15 @@ def test_help_exits_0_and_names_the_program() -> None:
     assert "Usage: bioptimus" in done.stdout
 
 
+def test_nothing_typed_shows_the_help_and_no_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cli"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "Usage: bioptimus" in done.stdout + done.stderr
+    assert "error" not in done.stderr
+
+
 def test_unknown_option_is_a_usage_error() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cli", "--nonsense"], capture_output=True, text=True, check=False

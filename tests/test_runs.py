@@ -329,9 +329,9 @@ def test_folder_that_cannot_be_written_is_one_clear_line(
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     done = bioptimus("embed", slides, "--model", model, "--out", in_the_way / "out")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "Not a directory" in done.stderr
+    assert "not a folder" in done.stderr
 
 
 @pytest.mark.slow

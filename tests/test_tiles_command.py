@@ -148,7 +148,7 @@ def test_overview_that_cannot_be_written_fails_no_slide(
     example_slide: Path, tmp_path: Path
 ) -> None:
     """FIELD 22."""
-    (tmp_path / "out").write_text("a file where the folder should be")
+    (tmp_path / "out" / "CMU-1-Small-Region.png").mkdir(parents=True)
     done = run(example_slide, "--out", tmp_path / "out")
     assert done.exit_code == 0
     assert "CMU-1-Small-Region.svs: no overview: " in done.stderr

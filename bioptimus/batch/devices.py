@@ -19,7 +19,7 @@ from bioptimus.batch.inputs import write_list
 from bioptimus.batch.report import RUNS_FOLDER, is_left_to_another_job, merge_reports
 from bioptimus.batch.run import RunConfig, RunListener, RunResult, list_work, run
 from bioptimus.batch.signals import StopFlag
-from bioptimus.errors import BioptimusError, UsageError
+from bioptimus.errors import BioptimusError
 from bioptimus.pipeline import SlideJob, SlideReport, StopSignal
 from bioptimus.runtime.runners import available_cores
 
@@ -40,12 +40,10 @@ def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal
         One report per slide, whichever process took it.
 
     Raises:
-        UsageError: No device is named, or the inputs or options make no sense.
+        UsageError: The inputs or options make no sense.
         BioptimusError: As `run`, from the first process that could not start, if none could.
     """
-    devices = [name.strip() for name in config.device.split(",") if name.strip()]
-    if not devices:
-        raise UsageError(f"--device {config.device!r} names no device")
+    devices = config.devices
     work = list_work(config)
     with tempfile.TemporaryDirectory(prefix="bioptimus-") as folder:
         # Written down once: standard input can be read once, and folders need no second search.

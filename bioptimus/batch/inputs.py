@@ -23,6 +23,7 @@ from pathlib import Path, PurePath
 from typing import NamedTuple, TextIO
 
 from bioptimus.errors import UsageError
+from bioptimus.io.resolution import PLAUSIBLE_MPP, is_plausible
 
 DICOM_EXTENSIONS = (".dcm", ".dicom")
 
@@ -592,8 +593,11 @@ def _parse_mpp(where: str, text: str) -> float:
         mpp = float(text)
     except ValueError:
         mpp = math.nan
-    if not (math.isfinite(mpp) and mpp > 0):
-        raise UsageError(f"{where}: mpp {text!r} is not a positive number of µm per pixel")
+    if not is_plausible(mpp):
+        least, most = PLAUSIBLE_MPP
+        raise UsageError(
+            f"{where}: mpp {text!r} is not a number of µm per pixel from {least:g} to {most:g}"
+        )
     return mpp
 
 

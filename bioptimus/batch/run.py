@@ -14,6 +14,7 @@ from typing import Protocol
 
 from bioptimus.batch.claims import Claim
 from bioptimus.batch.inputs import SlideInput, find_inputs, output_path
+from bioptimus.batch.places import refuse_unwritable
 from bioptimus.batch.report import RunFile
 from bioptimus.batch.shards import parse_shard, share
 from bioptimus.batch.stage import Stager
@@ -33,7 +34,7 @@ from bioptimus.pipeline import (
     process_slide,
     unexpected,
 )
-from bioptimus.planning import Segmenter, is_tissue_model
+from bioptimus.planning import Segmenter, is_tissue_model, require_tissue_file
 from bioptimus.runtime.loader import (
     ModelChoice,
     build_server_model,
@@ -41,6 +42,7 @@ from bioptimus.runtime.loader import (
     resolve_model,
     wanted_device,
 )
+from bioptimus.runtime.runners import check_device_name, require_device
 from bioptimus.runtime.segmenter import open_segmenter
 
 # How long the main thread waits for a worker before it looks for signals again.
@@ -59,7 +61,8 @@ class RunConfig:
         model: Registry key, or path of a self-describing ``.pt2``.
         checkpoint: ``.pt2`` for a registry key whose weights are the user's.
         sha256: Digest that the checkpoint must have.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; several with commas for
+            `bioptimus.batch.devices.run_on_devices`.
         batch_size: Most tiles in one forward pass; None: 48 on an accelerator, 16 on a CPU.
         max_wait_ms: How long a part-filled batch waits, from the arrival of its oldest tile.
         workers: Slides under way at once; None: chosen from the cores.
@@ -92,6 +95,30 @@ class RunConfig:
     bulk_rna: Path | None = None
     slide: SlideOptions = field(default_factory=SlideOptions)
     command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what no machine can do.
+
+        Raises:
+            UsageError: The device is none, or no room is left for staged slides.
+        """
+        for device in self.devices:
+            if device != "auto":
+                check_device_name(device)
+        if not self.stage_gb > 0:
+            raise UsageError(f"--stage-gb {self.stage_gb:g}: must be above 0")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices named, one process each where there are several.
+
+        Raises:
+            UsageError: There is none.
+        """
+        names = tuple(name.strip() for name in self.device.split(",") if name.strip())
+        if not names:
+            raise UsageError(f"--device {self.device!r} names no device")
+        return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +173,9 @@ def run(config: RunConfig, *, listener: RunListener, stop: StopSignal) -> RunRes
         CheckpointError: The model cannot be loaded.
         OutputError: The output folder cannot be written.
     """
+    prepare_environment()
+    if config.device != "auto":
+        require_device(config.device)
     work = list_work(config)
     run_file = RunFile(
         config.out,
@@ -188,6 +218,10 @@ def list_work(config: RunConfig) -> Work:
         UsageError: The inputs or options make no sense, or two results would share a name.
         CheckpointError: The model's file is missing, damaged or foreign.
     """
+    refuse_unwritable(config.out, option="--out")
+    if config.stage is not None:
+        refuse_unwritable(config.stage, option="--stage")
+    require_tissue_file(config.slide.plan.tissue)
     choice = resolve_model(config.model, config.checkpoint, sha256=config.sha256)
     _check_mode(choice.spec, config.slide.mode)
     tile = config.slide.plan.applied_to(choice.spec.tile)
@@ -245,7 +279,6 @@ def _run_jobs(
     listener: RunListener,
     stop: StopSignal,
 ) -> list[SlideReport]:
-    prepare_environment()
     import torch
 
     listener.loading(work.model.spec.name)

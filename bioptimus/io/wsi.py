@@ -31,7 +31,12 @@ from bioptimus.io.memory import BATCH_BYTES, fresh_rows
 from bioptimus.io.metadata import Metadata
 from bioptimus.io.opening import open_source
 from bioptimus.io.resample import on_grid, resample, whole_factor
-from bioptimus.io.resolution import Resolution, claims_from_properties, decide
+from bioptimus.io.resolution import (
+    Resolution,
+    check_mpp_option,
+    claims_from_properties,
+    decide,
+)
 from bioptimus.io.sources import PixelSource
 from bioptimus.io.tiff import CACHE_BYTES
 from bioptimus.tiles import Tile, TileGrid, TileSpec
@@ -67,6 +72,15 @@ class OpenOptions:
     reader: Literal["auto", "openslide"] = "auto"
     icc: Literal["none", "srgb"] = "none"
     allow_upsample: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a scale that no slide can have.
+
+        Raises:
+            UsageError: The override or the fallback is not plausible.
+        """
+        check_mpp_option(self.mpp_override, flag="--mpp-override")
+        check_mpp_option(self.mpp_fallback, flag="--mpp-fallback")
 
 
 @dataclass(frozen=True, kw_only=True)

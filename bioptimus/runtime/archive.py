@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from bioptimus.errors import CheckpointError
+from bioptimus.errors import CheckpointError, NoCheckpointError
 from bioptimus.models.types import ModelSpec
 from bioptimus.runtime.cache import beside, cache_folder
 
@@ -234,7 +234,7 @@ def _write_quietly(entry: Path, value: str) -> None:
 
 def _refuse_what_is_no_archive(path: Path) -> None:
     if path.is_dir():
-        raise CheckpointError(
+        raise NoCheckpointError(
             f"{path}: a folder, not a .pt2 file; `bioptimus models export` makes one from a "
             "folder of weights"
         )
@@ -242,7 +242,7 @@ def _refuse_what_is_no_archive(path: Path) -> None:
         with path.open("rb") as file:
             head = file.read(64)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
+        raise NoCheckpointError(f"{path}: no such file") from None
     except OSError as exc:
         raise CheckpointError(f"{path}: {exc.strerror or exc}") from exc
     if not head:

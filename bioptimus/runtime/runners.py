@@ -15,6 +15,7 @@ A runner is shared by every thread of the process. What it promises, and why:
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     import torch
 
     Tensors = tuple[torch.Tensor, ...]
+
+_DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 
 # Neither loader is safe to run twice at once in one process.
 LOADING = threading.Lock()
@@ -337,6 +340,35 @@ def _load_portable(path: Path, device: str) -> torch.nn.Module:
         raise CheckpointError(f"{path}: torch cannot load it: {first_line(exc)}") from exc
 
 
+def check_device_name(device: str) -> None:
+    """Refuse a word that names no device on any machine.
+
+    Raises:
+        UsageError: It is neither ``cpu`` nor ``cuda`` nor ``cuda:N``.
+    """
+    if not _DEVICE_NAME.fullmatch(device):
+        raise UsageError(f"device {device}: known are cpu, cuda and cuda:N")
+
+
+def require_device(device: str) -> None:
+    """Refuse a device that this machine does not have.
+
+    Raises:
+        UsageError: It names none, or one that is not here.
+    """
+    check_device_name(device)
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(f"device {device}: torch sees no NVIDIA GPU here; use --device cpu")
+    count = torch.cuda.device_count()
+    if (torch.device(device).index or 0) >= count:
+        there = "is 1 GPU" if count == 1 else f"are {count} GPUs"
+        raise UsageError(f"device {device}: there {there} here, counted from 0")
+
+
 def check_device(info: ArchiveInfo, device: str) -> None:
     """Refuse a device that is not there, or that the file was not made for.
 
@@ -344,13 +376,8 @@ def check_device(info: ArchiveInfo, device: str) -> None:
         UsageError: No such device on this machine.
         CheckpointError: The file was compiled for another device or GPU architecture.
     """
-    import torch
-
+    require_device(device)
     kind = device.split(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise UsageError(f"device {device}: known are cpu, cuda and cuda:N")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {device}: torch sees no NVIDIA GPU here; use --device cpu")
     if info.device not in ("any", kind):
         made = "compiled" if info.kind == "compiled" else "exported"
         raise CheckpointError(
@@ -358,9 +385,8 @@ def check_device(info: ArchiveInfo, device: str) -> None:
             f"file (exported on a CPU), or --device {info.device}"
         )
     if kind == "cuda":
-        index = torch.device(device).index or 0
-        if index >= torch.cuda.device_count():
-            raise UsageError(f"device {device}: there are {torch.cuda.device_count()} GPUs here")
+        import torch
+
         major, minor = torch.cuda.get_device_capability(device)
         if info.compute_capability not in ("", f"{major}{minor}"):
             raise CheckpointError(

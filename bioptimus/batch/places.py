@@ -1,0 +1,29 @@
+"""Whether folders and files that options name can be used at all, before any work is done."""
+
+import os
+from pathlib import Path
+
+from bioptimus.errors import UsageError
+
+
+def refuse_unwritable(folder: Path, *, option: str) -> None:
+    """Refuse a folder that is no folder, or cannot be made or written; nothing is made here.
+
+    Args:
+        folder: It need not exist yet.
+        option: What named it, for the message.
+
+    Raises:
+        UsageError: A file stands in its place or in its way, or writing is not permitted.
+    """
+    there = folder
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        what = "is a file, not a folder" if there.exists() else "is a link to nothing"
+        raise UsageError(f"{option} {folder}: {there} {what}; choose another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"{option} {folder}: {there} cannot be written (permission denied); choose another "
+            "folder"
+        )

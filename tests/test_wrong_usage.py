@@ -1,0 +1,119 @@
+"""Wrong usage is exit code 2 and one line, found before any work is done."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bioptimus.batch.places import refuse_unwritable
+from bioptimus.errors import UsageError
+from cli.main import main
+from tests.conftest import EXAMPLE_SLIDE
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a file in it, and nothing else."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    return tmp_path
+
+
+SLIDE = str(EXAMPLE_SLIDE)
+RUNS = [
+    (["--model", "missing.pt2"], "missing.pt2: no such file"),
+    (["--model", "h1", "--checkpoint", "missing.pt2"], "missing.pt2: no such file"),
+    (["--model", "h1", "--checkpoint", "."], "a folder, not a .pt2"),
+    (["--out", "file"], "--out file: file is a file, not a folder"),
+    (["--out", "file/below"], "file is a file"),
+    (["--stage", "file/below"], "--stage file/below: file is a file"),
+    (["--stage", "scratch", "--stage-gb", "0"], "--stage-gb 0"),
+    (["--tissue", "missing.png"], "--tissue missing.png: no such mask"),
+    (["--tissue", "missing.pt2"], "no such tissue model"),
+    (["--device", "gpu"], "device gpu: known are"),
+    (["--device", "cuda:x"], "device cuda:x: known are"),
+    (["--device", "cuda:99"], "device cuda:99: "),
+    (["--device", "cpu,gpu"], "device gpu: known are"),
+    (["--device", ","], "names no device"),
+    (["--mpp-override", "-1"], "--mpp-override -1"),
+    (["--mpp-fallback", "90"], "--mpp-fallback 90"),
+    (["--batch-size", "0"], "--batch-size"),
+    (["--no-such-option"], "--no-such-option"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), RUNS)
+def test_of_a_run_is_told_before_a_model_is_loaded_or_anything_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
+) -> None:
+    assert main(["embed", SLIDE, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert os.listdir(folder) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tissue", "missing.png"], "--tissue missing.png: no such mask"),
+        (["--out", "file"], "--out file: file is a file"),
+        (["--dump", "file"], "--dump file: file is a file"),
+        (["--csv", "file/tiles.csv"], "--csv file: file is a file"),
+        (["--mpp-override", "0"], "--mpp-override 0"),
+    ],
+)
+def test_of_tiles_is_told_before_a_slide_is_opened(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
+) -> None:
+    assert main(["tiles", SLIDE, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert os.listdir(folder) == ["file"]
+
+
+@pytest.mark.parametrize("value", ["900", "0", "nan", "wide"])
+def test_of_a_list_names_the_line_with_an_impossible_scale(
+    folder: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    Path("list.csv").write_text(f"slide,mpp\n{SLIDE},{value}\n")
+    assert main(["embed", "list.csv"]) == 2
+    assert "list.csv, line 2: mpp" in capsys.readouterr().err
+    assert sorted(os.listdir(folder)) == ["file", "list.csv"]
+
+
+def test_folder_that_may_not_be_written_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The system is asked, and root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != ".")
+    with pytest.raises(UsageError, match=r"--out new/below: \. cannot be written"):
+        refuse_unwritable(Path("new") / "below", option="--out")
+
+
+@pytest.mark.parametrize("words", [["--log-json", "--device", "gpu"], ["--log-json", "--nonsense"]])
+def test_is_told_as_json_to_who_asked_for_json(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str]
+) -> None:
+    assert main(["embed", SLIDE, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    event = json.loads(line)
+    assert (event["event"], event["exit_code"]) == ("error", 2)
+    assert words[-1] in event["message"]
+
+
+def test_is_told_as_json_when_the_environment_asks_for_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIOPTIMUS_EMBED_LOG_JSON", "1")
+    assert main(["embed", SLIDE, "--device", "gpu"]) == 2
+    assert json.loads(capsys.readouterr().err)["exit_code"] == 2
+
+
+def test_keeps_its_exit_code_when_the_traceback_is_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["embed", SLIDE, "--device", "gpu", "--verbose"]) == 2
+    assert "Traceback" in capsys.readouterr().err
