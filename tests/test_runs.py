@@ -15,8 +15,12 @@ import numpy as np
 import pytest
 
 from bioptimus.batch.report import read_runs
+from bioptimus.batch.run import RunConfig, run
+from bioptimus.pipeline import SlideOptions
+from bioptimus.planning import PlanOptions
 from bioptimus.tiles import TileSpec
 from tests.conftest import ROOT
+from tests.killed_runs import Silent
 from tests.slides import tissue, write_pyramid
 from tests.tiny_models import TINY, save_module, tiny
 
@@ -146,6 +150,36 @@ def test_two_devices_share_the_slides_and_make_each_once(
     assert f"[{SLIDES}/{SLIDES}]" in done.stderr
     assert f"{SLIDES} ok;" in done.stderr
     assert_same_files(tmp_path, undisturbed)
+
+
+def test_slide_that_failed_on_one_device_is_not_tried_on_another(
+    slides: Path, model: Path, tmp_path: Path
+) -> None:
+    good, bad = slides / "slide 0.tif", tmp_path / "bad.svs"
+    bad.write_bytes(b"no slide")
+    config = RunConfig(
+        inputs=(str(bad), str(good)),
+        out=tmp_path / "out",
+        model=str(model),
+        slide=SlideOptions(plan=PlanOptions(tissue="none")),
+    )
+    failed = bytearray(2)
+    for states in (["failed", "ok"], ["skipped", "skipped"]):
+        reports = run(config, listener=Silent(), stop=Silent(), failed=failed).reports
+        assert [report.state for report in reports] == states
+    assert read_runs(tmp_path / "out").slides[str(bad)]["state"] == "failed"
+
+
+def test_two_devices_fail_each_bad_slide_once(model: Path, tmp_path: Path) -> None:
+    folder, out = tmp_path / "slides", tmp_path / "out"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number}.svs").write_bytes(b"no slide")
+    done = bioptimus("embed", folder, "--model", model, "--out", out, "--device", "cpu,cpu")
+    assert done.returncode == 1, done.stderr
+    assert "12 failed" in done.stderr
+    failed = Counter(each["slide"] for each in records(out) if each["state"] == "failed")
+    assert sorted(failed.values()) == [1] * 12
 
 
 def test_signal_stops_the_processes_of_all_devices_and_each_slide_is_told_once(

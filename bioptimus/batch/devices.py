@@ -1,7 +1,8 @@
 """Several devices on one machine: one process each, by the rules of several machines.
 
 Every process gets the whole list of slides; claims deal them out as they come, so a fast device
-takes more of them. The parent relays what the processes report and sums it up.
+takes more of them. A slide that failed on one is not tried on another. The parent relays what the
+processes report and sums it up.
 """
 
 import logging
@@ -9,7 +10,7 @@ import multiprocessing
 import os
 import queue
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -85,10 +86,12 @@ def _run_processes(
     """Start, hear and join the processes; what they said, and which of them died."""
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
+    # Bytes are written whole, and each only under the claim of its slide: no lock.
+    failed: Any = context.RawArray("B", slides)
     processes = [
         context.Process(
             target=_run_one,
-            args=(replace(config, device=device), events),
+            args=(replace(config, device=device), events, failed),
             name=f"bioptimus {device}",
         )
         for device in devices
@@ -200,14 +203,14 @@ class _QueueListener:
         self._events.put(("slide_ended", {"job": job, "report": replace(report, error=None)}))
 
 
-def _run_one(config: RunConfig, events: Any) -> None:
+def _run_one(config: RunConfig, events: Any, failed: MutableSequence[int]) -> None:
     """In a process of its own: run on one device."""
     # A Ctrl-C at the terminal goes to the parent alone, which tells each process once: a second
     # signal would mean "at once".
     os.setpgid(0, 0)
     with StopFlag() as flag:
         try:
-            run(config, listener=_QueueListener(events), stop=_OrOrphaned(flag))
+            run(config, listener=_QueueListener(events), stop=_OrOrphaned(flag), failed=failed)
         except BioptimusError as exc:
             events.put(("error", {"error": exc}))
     events.close()

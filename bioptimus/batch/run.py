@@ -7,6 +7,7 @@ never waits for one slide to open or end. A slide that fails ends alone.
 
 import contextlib
 import threading
+from collections.abc import MutableSequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -157,13 +158,21 @@ class RunListener(SlideListener, Protocol):
         """A slide ended, one way or another."""
 
 
-def run(config: RunConfig, *, listener: RunListener, stop: StopSignal) -> RunResult:
+def run(
+    config: RunConfig,
+    *,
+    listener: RunListener,
+    stop: StopSignal,
+    failed: MutableSequence[int] | None = None,
+) -> RunResult:
     """Process every slide of the inputs, or this job's share of them.
 
     Args:
         config: What to do.
         listener: Hears the progress.
         stop: Once it says so, running slides flush what they have and end as ``stopped``.
+        failed: A number per slide, not 0 once it has failed; shared by the processes of one run
+            on several devices, so that only one of them tries such a slide.
 
     Returns:
         A report for each slide; an error of one slide is in its report, not raised.
@@ -186,7 +195,9 @@ def run(config: RunConfig, *, listener: RunListener, stop: StopSignal) -> RunRes
         versions=library_versions(),
     )
     with contextlib.closing(run_file):
-        reports = _run_jobs(work, config, run_file, listener, stop) if work.jobs else []
+        if failed is None:
+            failed = bytearray(len(work.jobs))
+        reports = _run_jobs(work, config, run_file, listener, stop, failed) if work.jobs else []
     return RunResult(
         reports=tuple(reports),
         skipped=work.skipped,
@@ -278,6 +289,7 @@ def _run_jobs(
     run_file: RunFile,
     listener: RunListener,
     stop: StopSignal,
+    failed: MutableSequence[int],
 ) -> list[SlideReport]:
     import torch
 
@@ -319,6 +331,7 @@ def _run_jobs(
             listener=listener,
             stop=stop,
             segmenter=segmenter,
+            failed=failed,
         )
         return workers.run(plan.workers)
 
@@ -340,6 +353,7 @@ class _Workers:
     listener: RunListener
     stop: StopSignal
     segmenter: Segmenter | None
+    failed: MutableSequence[int]
     _next: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _reports: dict[int, SlideReport] = field(default_factory=dict)
@@ -394,7 +408,7 @@ class _Workers:
             thread.name = f"slide {job.name}"
             try:
                 self.listener.slide_started(job)
-                self._end(index, job, self._one(self.work.slides[index], job))
+                self._end(index, job, self._one(index))
             except Exception as exc:  # noqa: BLE001
                 # The report cannot be written, or nobody hears us any more: slides would go
                 # unaccounted for. An error left to the thread would end it and be no one's.
@@ -411,7 +425,8 @@ class _Workers:
         finally:
             self.listener.slide_ended(job, report)
 
-    def _one(self, slide: SlideInput, job: SlideJob) -> SlideReport:
+    def _one(self, index: int) -> SlideReport:
+        slide, job = self.work.slides[index], self.work.jobs[index]
         try:
             claim = Claim.take(job.output)
             if claim is None:
@@ -419,7 +434,12 @@ class _Workers:
                     self.stager.drop(slide)
                 return self._left(job, "skipped", "another job is at work on it")
             with claim:
-                return self._claimed(slide, job)
+                if self.failed[index]:
+                    return self._left(job, "skipped", "it failed on another device")
+                report = self._claimed(slide, job)
+                # Still under the claim: whoever takes it next has to know.
+                self.failed[index] = report.state == "failed"
+                return report
         except BioptimusError as exc:
             return self._left(job, "failed", error_text(exc), error=exc)
         except Exception as exc:  # noqa: BLE001
