@@ -12,7 +12,7 @@ import math
 import platform
 import time
 import traceback
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -292,17 +292,21 @@ def _process(
         report.mpp, report.mpp_source = slide.mpp, slide.resolution.source
         report.reader = slide.reader
         report.warnings.extend(slide.warnings)
-        for warning in report.warnings:
-            listener.note(job, warning)
         parameters = digest_parameters(slide, client, options, planning, bulk_rna)
         digest = digest_of(parameters)
         if _is_done(job, digest, parameters, report, overwrite=options.overwrite):
             return
+        for warning in report.warnings:
+            listener.note(job, warning)
         with report.seconds.measure("tissue"):
             plan = plan_slide(slide, spec.tile, planning, segmenter=segmenter)
         report.warnings.extend(plan.warnings)
         report.tiles_planned = len(plan.kept)
-        file_plan = _file_plan(slide, plan, client, options, planning, job, digest, parameters)
+        # Before the part: a slide that is refused leaves none.
+        tiles = slide.tile_reader(plan.spec)
+        file_plan = _file_plan(
+            slide, plan, client, options, planning, job, digest, parameters, report.warnings
+        )
         with report.seconds.measure("write"):
             writer = HDF5Writer.open(job.output, file_plan)
         try:
@@ -321,7 +325,7 @@ def _process(
                     stop=stop,
                     listener=listener,
                     plan=plan,
-                    tiles=slide.tile_reader(plan.spec),
+                    tiles=tiles,
                     writer=writer,
                     bulk_rna=bulk_rna,
                 )
@@ -438,6 +442,7 @@ def _file_plan(
     job: SlideJob,
     digest: str,
     parameters: dict[str, Any],
+    warnings: Sequence[str],
 ) -> FilePlan:
     spec = client.model.model_spec
     mode = options.mode
@@ -476,7 +481,7 @@ def _file_plan(
             "overlap_px": tile.overlap_px,
             "min_tissue": planning.min_tissue,
             "tissue_method": plan.mask.method,
-            "warnings": [*slide.warnings, *plan.warnings],
+            "warnings": list(warnings),
             "versions": library_versions(),
         },
         coords_attributes={

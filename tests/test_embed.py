@@ -15,12 +15,16 @@ import openslide
 import pytest
 import torch
 
-from bioptimus.models.types import ModelSpec
+from bioptimus.batch.run import RunConfig, run
+from bioptimus.models.types import InferenceMode, ModelSpec
+from bioptimus.pipeline import SlideOptions
+from bioptimus.planning import PlanOptions
 from bioptimus.runtime.builtin import weights_path
 from bioptimus.runtime.lite0 import lite0_from_weights
 from bioptimus.tiles import TileSpec, plan_tiles
 from bioptimus.verify import verify
 from tests.conftest import EXAMPLE_SLIDE
+from tests.killed_runs import Silent
 from tests.slides import write_pyramid
 from tests.test_hdf5_contract import check_attributes, table
 from tests.tiny_models import save_module
@@ -375,6 +379,25 @@ def test_bulk_rna_reaches_the_model_in_its_gene_order_and_comes_back_as_tpm(
     without = bioptimus("predict", slide, "--model", model, "--out", tmp_path / "out")
     assert without.returncode == 1
     assert "--bulk-rna" in without.stderr
+
+
+def test_warnings_about_bulk_rna_are_in_the_file_and_in_the_report(tmp_path: Path) -> None:
+    model = save_module(HandsGenesOn(), RNA, tmp_path / "rna.pt2")
+    slide = write_pyramid(tmp_path / "slide.tif", np.zeros((64, 64, 3), np.uint8), mpp=0.5)
+    table = tmp_path / "rna.csv"
+    table.write_text(f"gene,tpm\n{RNA.input_genes[0]},1000000\n")
+    config = RunConfig(
+        inputs=(str(slide),),
+        out=tmp_path / "out",
+        model=str(model),
+        bulk_rna=table,
+        slide=SlideOptions(mode=InferenceMode.PREDICTION, plan=PlanOptions(tissue="none")),
+    )
+    (report,) = run(config, listener=Silent(), stop=Silent()).reports
+    (warning,) = report.warnings
+    assert f"{GENES_IN - 1} of {GENES_IN} genes" in warning
+    with h5py.File(report.output) as file:
+        assert list(file.attrs["warnings"]) == [warning]
 
 
 def test_bulk_rna_for_a_model_that_reads_none_is_wrong_usage(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from bioptimus.errors import OutOfDeviceMemoryError
 from bioptimus.inference.schemas import ModelRequest
+from bioptimus.io.wsi import OpenOptions
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import ModelSpec
 from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport, process_slide
@@ -233,6 +234,26 @@ def test_overwrite_replaces_what_was_made_otherwise_and_nothing_else(slide: Path
     assert run(slide, Runner(), options=other).state == "skipped"
     slide.with_suffix(".h5").write_bytes(b"cut short")
     assert run(slide, Runner(), options=other).state == "ok"
+
+
+def test_slide_that_is_refused_leaves_no_part(slide: Path) -> None:
+    finer = SlideOptions(plan=PlanOptions(tissue="none", tile_mpp=0.1))
+    report = run(slide, Runner(), options=finer)
+    assert report.state == "failed"
+    assert "--allow-upsample" in report.reason
+    assert list(slide.parent.iterdir()) == [slide]
+
+
+def test_warnings_of_a_slide_that_is_done_are_not_told_again(slide: Path) -> None:
+    options = SlideOptions(
+        opening=OpenOptions(mpp_override=0.4), plan=PlanOptions(tissue="none", tile_mpp=0.4)
+    )
+    first, second = Listener(), Listener()
+    assert run(slide, Runner(), options=options, listener=first).state == "ok"
+    assert len(first.notes) == 1
+    assert "0.4" in first.notes[0]
+    assert run(slide, Runner(), options=options, listener=second).state == "skipped"
+    assert second.notes == []
 
 
 def test_unreadable_tile_becomes_a_failed_tile_not_a_row(slide: Path) -> None:
