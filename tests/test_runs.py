@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from bioptimus.batch.report import read_runs
 from bioptimus.batch.run import RunConfig, run
-from bioptimus.pipeline import SlideOptions
+from bioptimus.pipeline import SlideJob, SlideOptions
 from bioptimus.planning import PlanOptions
 from bioptimus.tiles import TileSpec
 from tests.conftest import ROOT
@@ -206,6 +207,83 @@ def test_signal_stops_the_processes_of_all_devices_and_each_slide_is_told_once(
     assert running.returncode == 143
     assert sorted(ended) == sorted(str(path) for path in slides.iterdir())
     assert not list(tmp_path.rglob("*.claim"))
+
+
+class Interrupting(Silent):
+    """Interrupts the main thread, as a notebook's stop button does, once tiles are done."""
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+
+    def tiles_done(self, job: SlideJob, count: int) -> None:
+        if not self._told.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert self._told.wait(10)
+
+    def hear(self, *_: object) -> None:
+        self._told.set()
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_that_is_no_stop_signal_ends_the_workers_and_keeps_their_work(
+    slides: Path, model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    config = RunConfig(
+        inputs=(str(slides),),
+        out=tmp_path,
+        model=str(model),
+        batch_size=8,
+        workers=1,
+        slide=SlideOptions(plan=PlanOptions(tissue="none")),
+    )
+    listener = Interrupting()
+    before, threads = signal.signal(signal.SIGINT, listener.hear), set(threading.enumerate())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(config, listener=listener, stop=listener)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert set(threading.enumerate()) <= threads
+    assert [each["state"] for each in records(tmp_path)] == ["stopped"] * SLIDES
+    assert [path.suffix for path in leftovers(tmp_path)] == [".part"]
+    first, *_ = run(config, listener=Silent(), stop=Silent()).reports
+    assert 0 < first.tiles_resumed < TILES
+    assert_same_files(tmp_path, undisturbed)
+
+
+INTERRUPTS_A_STARTING_CHILD = """
+import os, signal, sys
+if "multiprocessing.spawn" in " ".join(sys.orig_argv):
+    try:
+        os.mkdir(os.environ["ONCE"])
+    except FileExistsError:
+        pass
+    else:
+        os.killpg(0, signal.SIGINT)
+"""
+
+
+def test_ctrl_c_while_the_processes_of_devices_start_stops_them_without_a_traceback(
+    slides: Path, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS_A_STARTING_CHILD)
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        command(
+            "embed", slides, "--model", model, "--out", tmp_path / "out", "--device", "cpu,cpu"
+        ),
+        env={**os.environ, "PYTHONPATH": paths, "ONCE": str(tmp_path / "once")},
+        # The terminal's process group, as it were: the parent, and each child until it leaves.
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (tmp_path / "once").exists()
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"{SLIDES} stopped" in done.stderr
 
 
 @pytest.mark.slow

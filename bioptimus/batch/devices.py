@@ -5,10 +5,12 @@ takes more of them. A slide that failed on one is not tried on another. The pare
 processes report and sums it up.
 """
 
+import contextlib
 import logging
 import multiprocessing
 import os
 import queue
+import signal
 import tempfile
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import replace
@@ -27,6 +29,7 @@ from bioptimus.runtime.runners import available_cores
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
+_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal) -> RunResult:
@@ -99,18 +102,38 @@ def _run_processes(
     collected = _Collected(listener, slides, fail_fast=config.fail_fast)
     try:
         for process in processes:
-            process.start()
+            _start(process)
         _relay(processes, events, collected, stop)
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-            process.join()
+        _end(processes, events)
     return collected, [
         f"the process for {device} ended with exit code {process.exitcode}"
         for device, process in zip(devices, processes, strict=True)
         if process.exitcode != 0
     ]
+
+
+def _start(process: SpawnProcess) -> None:
+    """Start a process that hears no signal before it is ready for them; see `_run_one`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(processes: Iterable[SpawnProcess], events: Any) -> None:
+    """Stop and join whatever still runs, as when the listener failed."""
+    started = [process for process in processes if process.pid is not None]
+    for process in started:
+        if process.is_alive():
+            process.terminate()
+    # A process ends only when all it said has been taken.
+    while any(process.is_alive() for process in started):
+        with contextlib.suppress(queue.Empty):
+            events.get(timeout=_POLL_SECONDS)
+    for process in started:
+        process.join()
 
 
 class _Collected:
@@ -206,9 +229,13 @@ class _QueueListener:
 def _run_one(config: RunConfig, events: Any, failed: MutableSequence[int]) -> None:
     """In a process of its own: run on one device."""
     # A Ctrl-C at the terminal goes to the parent alone, which tells each process once: a second
-    # signal would mean "at once".
+    # signal would mean "at once". Signals have been held back so far, for they would have ended
+    # the imports above with a traceback. What the terminal sent meanwhile is dropped, the
+    # parent's word is heard.
     os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
     with StopFlag() as flag:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         try:
             run(config, listener=_QueueListener(events), stop=_OrOrphaned(flag), failed=failed)
         except BioptimusError as exc:

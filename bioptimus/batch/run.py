@@ -8,7 +8,7 @@ never waits for one slide to open or end. A slide that fails ends alone.
 import contextlib
 import threading
 from collections.abc import MutableSequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -47,7 +47,7 @@ from bioptimus.runtime.runners import check_device_name, require_device
 from bioptimus.runtime.segmenter import open_segmenter
 
 # How long the main thread waits for a worker before it looks for signals again.
-_JOIN_SECONDS = 0.2
+_WAIT_SECONDS = 0.2
 # Larger batches buy nothing on a CPU and wait longer to fill.
 _BATCH_ON_CPU, _BATCH_ON_ACCELERATOR = 16, 48
 
@@ -176,6 +176,9 @@ def run(
 
     Returns:
         A report for each slide; an error of one slide is in its report, not raised.
+
+    A ``KeyboardInterrupt`` on the calling thread, as a notebook's stop button raises, stops the
+    slides in the same way before it goes on its way.
 
     Raises:
         UsageError: The inputs or options make no sense, or two results would share a name.
@@ -357,7 +360,7 @@ class _Workers:
     _next: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _reports: dict[int, SlideReport] = field(default_factory=dict)
-    _failed_fast: threading.Event = field(default_factory=threading.Event)
+    _ending: threading.Event = field(default_factory=threading.Event)
     _fault: Exception | None = None
 
     def run(self, count: int) -> list[SlideReport]:
@@ -366,17 +369,28 @@ class _Workers:
         Raises:
             OutputError: The report could not be written; running slides were stopped. Likewise
                 whatever the listener raised, such as BrokenPipeError.
+            KeyboardInterrupt: It came to this thread; running slides were stopped.
         """
-        threads = [
-            threading.Thread(target=self._work, name=f"slides-{number}") for number in range(count)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(_JOIN_SECONDS)
+        # Futures: a thread whose join a Ctrl-C broke off is taken for dead by Python 3.11.
+        with ThreadPoolExecutor(count, thread_name_prefix="slides") as pool:
+            working = {pool.submit(self._work) for _ in range(count)}
+            try:
+                while working:
+                    _, working = wait(working, timeout=_WAIT_SECONDS)
+            except BaseException:
+                # Nobody turned Ctrl-C into a stop signal, as the commands do, and the threads
+                # would go on behind the caller's back.
+                self._ending.set()
+                wait(working)
+                self._end_the_rest()
+                raise
         if self._fault is not None:
             raise self._fault
+        self._end_the_rest()
+        return [self._reports[index] for index in range(len(self.work.jobs))]
+
+    def _end_the_rest(self) -> None:
+        """Account for the slides that no thread came to."""
         for index, job in enumerate(self.work.jobs):
             if index not in self._reports:
                 self._end(
@@ -389,12 +403,11 @@ class _Workers:
                         extra=dict(job.extra),
                     ),
                 )
-        return [self._reports[index] for index in range(len(self.work.jobs))]
 
     @property
     def stopped(self) -> bool:
-        """Whether slides must stop: the run was told to, or one failed under --fail-fast."""
-        return self.stop.stopped or self._failed_fast.is_set()
+        """Whether slides must stop: the run was told to, or ends early for a reason of its own."""
+        return self.stop.stopped or self._ending.is_set()
 
     def _work(self) -> None:
         thread = threading.current_thread()
@@ -413,12 +426,12 @@ class _Workers:
                 # The report cannot be written, or nobody hears us any more: slides would go
                 # unaccounted for. An error left to the thread would end it and be no one's.
                 self._fault = exc
-                self._failed_fast.set()
+                self._ending.set()
 
     def _end(self, index: int, job: SlideJob, report: SlideReport) -> None:
         self._reports[index] = report
         if report.state == "failed" and self.config.fail_fast:
-            self._failed_fast.set()
+            self._ending.set()
         # First the record: a listener may find its terminal or its pipe gone.
         try:
             self.run_file.add(report)
