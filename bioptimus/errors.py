@@ -25,6 +25,8 @@ A message names the slide or file, the fact and the next step. The command line 
 line; the traceback is for ``--verbose``.
 """
 
+import traceback
+
 
 class BioptimusError(Exception):
     """Base of every error raised on purpose by this package."""
@@ -96,3 +98,20 @@ class SubmitError(BioptimusError):
 
 class StoppedError(BioptimusError):
     """The run was told to stop. What had been computed is on disk."""
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Let go of what an error's frames hold: the report of 100,000 slides keeps its errors."""
+    while error is not None:
+        trace = error.__traceback__
+        traceback.clear_frames(trace)
+        # An error of another thread is traced to where it was caught; the callers above that
+        # hang on to its frames, with a batch of tiles among their variables.
+        caller = trace.tb_frame.f_back if trace else None
+        while caller is not None:
+            try:
+                caller.clear()
+            except RuntimeError:
+                break  # at work, as are all above it
+            caller = caller.f_back
+        error = error.__cause__ or error.__context__

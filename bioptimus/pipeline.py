@@ -11,7 +11,6 @@ import logging
 import math
 import platform
 import time
-import traceback
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from bioptimus.errors import (
     StoppedError,
     UsageError,
     _ForwardError,
+    release_frames,
 )
 from bioptimus.inference.layout import digest_of
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
@@ -247,23 +247,6 @@ def unexpected(job: SlideJob, error: Exception) -> str:
     text = f"unexpected {type(error).__name__}: {error_text(error)}"
     log.error("%s: %s", job.name, text, exc_info=log.isEnabledFor(logging.DEBUG))
     return f"{text}; run again with --verbose and report what it prints"
-
-
-def release_frames(error: BaseException | None) -> None:
-    """Let go of what an error's frames hold: the report of 100,000 slides keeps its errors."""
-    while error is not None:
-        trace = error.__traceback__
-        traceback.clear_frames(trace)
-        # An error of another thread is traced to where it was caught; the callers above that
-        # hang on to its frames, with a batch of tiles among their variables.
-        caller = trace.tb_frame.f_back if trace else None
-        while caller is not None:
-            try:
-                caller.clear()
-            except RuntimeError:
-                break  # at work, as are all above it
-            caller = caller.f_back
-        error = error.__cause__ or error.__context__
 
 
 def error_text(error: BaseException) -> str:

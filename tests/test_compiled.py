@@ -1,6 +1,7 @@
 """Compiled files: same bits by both ways of calling, no lock held, nothing that can crash."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -199,6 +200,37 @@ def test_a_pass_leaves_no_hidden_owner_of_its_outputs(runner: CompiledRunner) ->
     # The obvious helper of torch, in the singular, gives tensors that nobody ever frees.
     assert output._use_count() == 1  # type: ignore[attr-defined]  # not in the stubs
     assert tiles._use_count() == 1  # type: ignore[attr-defined]
+
+
+_SHORT_OF_MEMORY = """
+import resource, sys
+from pathlib import Path
+import torch
+from bioptimus.errors import OutOfDeviceMemoryError
+from bioptimus.runtime.runners import load_runner
+runner = load_runner(Path(sys.argv[1]), device="cpu")
+tiles = torch.zeros((1024, 8, 8, 3), dtype=torch.uint8)
+runner(tiles[:16])
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+before = resource.getrlimit(resource.RLIMIT_AS)
+limit = pages * resource.getpagesize() + (2 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+try:
+    runner(tiles)
+except OutOfDeviceMemoryError as exc:
+    print(exc)
+resource.setrlimit(resource.RLIMIT_AS, before)
+"""
+
+
+def test_a_compiled_pass_that_lacks_memory_says_so(compiled: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SHORT_OF_MEMORY, str(compiled)],
+        capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert "out of memory in the forward pass" in done.stdout, done.stderr
+    assert "allocate memory" in done.stdout
 
 
 def wrong_inputs() -> dict[str, torch.Tensor]:

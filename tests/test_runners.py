@@ -1,5 +1,6 @@
 """A runner answers any batch, checks what it is given, and gives float32 on the CPU."""
 
+import errno
 import threading
 from pathlib import Path
 
@@ -11,8 +12,15 @@ from bioptimus.errors import CheckpointError, OutOfDeviceMemoryError, UsageError
 from bioptimus.models.types import ModelSpec
 from bioptimus.runtime.export import save, trace
 from bioptimus.runtime.fitting import fit_spec
-from bioptimus.runtime.runners import PortableRunner, Runner, forward_error, open_runner
+from bioptimus.runtime.runners import (
+    PortableRunner,
+    Runner,
+    forward_error,
+    lacks_memory,
+    open_runner,
+)
 from bioptimus.tiles import TileSpec
+from tests.models import fake_model, request
 from tests.tiny_models import TINY, random_tiles, save_foreign, save_tiny, tiny
 
 
@@ -146,11 +154,27 @@ def test_a_failing_pass_is_a_forward_error_and_the_next_one_runs(runner: Runner)
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("not enough memory: you tried to allocate 9 bytes"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
         MemoryError(),
     ],
 )
 def test_lack_of_memory_has_its_own_error(error: Exception) -> None:
     assert isinstance(forward_error(error), OutOfDeviceMemoryError)
+
+    def fail(_: int) -> None:
+        raise error
+
+    model, _ = fake_model(before=fail)
+    asked = request(1)
+    with pytest.raises(OutOfDeviceMemoryError):
+        model.forward_batch([model.prepare_sample(asked)], [asked], "embedding")
+
+
+def test_an_error_that_only_speaks_of_memory_is_no_lack_of_it() -> None:
+    assert not lacks_memory(ValueError("out of memory is not a colour"))
+    assert not lacks_memory(RuntimeError("an illegal memory access was encountered"))
 
 
 class Pair(nn.Module):

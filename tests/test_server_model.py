@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,22 @@ def test_really_too_large_an_allocation_is_want_of_memory() -> None:
     model = BaseServerModel.from_runner(EMBEDDING, GivenRunner(lambda _: torch.empty(1 << 58)))
     with pytest.raises(OutOfDeviceMemoryError):
         answer(model, [request(1)])
+
+
+def test_want_of_memory_lets_go_of_what_the_pass_had_made() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        half_way = torch.empty(8)
+        made.append(weakref.ref(half_way))
+        raise MemoryError
+
+    model = BaseServerModel.from_runner(EMBEDDING, GivenRunner(fail))
+    with pytest.raises(OutOfDeviceMemoryError) as caught:
+        answer(model, [request(1)])
+    # The caller still holds the error, while it tries again with a smaller batch.
+    assert caught.value.__cause__ is not None
+    assert made[0]() is None
 
 
 def test_float_layout_gets_the_usual_normalisation_bit_for_bit() -> None:

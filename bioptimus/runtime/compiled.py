@@ -89,7 +89,23 @@ class CompiledRunner(CheckedRunner):
         """See :class:`CheckedRunner`."""
         # A thread's OpenMP takes torch's thread count only once torch has been asked in it.
         torch.get_num_threads()
-        return self._program(inputs)
+        try:
+            return self._program(inputs)
+        except RuntimeError as exc:
+            raise RuntimeError(_with_reason(str(exc))) from exc
+
+
+def _with_reason(message: str) -> str:
+    """A compiled program's message; torch's own words where it only names the call that failed."""
+    name = "torch_exception_get_what_without_backtrace"
+    if "API call failed" not in message:
+        return message
+    torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    if not hasattr(torch_library, name):  # before torch 2.13
+        return message
+    # Of the latest failure in this thread. A prototype of its own, as for the capsules below.
+    reason = ctypes.CFUNCTYPE(ctypes.c_char_p)((name, torch_library))()
+    return (reason or b"").decode(errors="replace").strip() or message
 
 
 class _Library:

@@ -236,16 +236,31 @@ def split(
 
 def forward_error(exc: BaseException) -> _ForwardError:
     """Torch's failure as ours; a lack of memory has its own class."""
-    import torch
-
     text = first_line(exc)
-    words = ("out of memory", "can't allocate memory", "cannot allocate memory")
-    lacks_memory = isinstance(exc, (torch.OutOfMemoryError, MemoryError)) or any(
-        word in str(exc).lower() for word in words
-    )
-    if lacks_memory:
+    if lacks_memory(exc):
         return OutOfDeviceMemoryError(f"out of memory in the forward pass: {text}")
     return _ForwardError(f"the forward pass failed: {text}")
+
+
+# What torch's allocators and CUDA's libraries say; a compiled program has no other way to tell.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+
+
+def lacks_memory(exc: BaseException) -> bool:
+    """Whether a pass failed for want of memory, so that a smaller batch may work."""
+    import torch
+
+    if isinstance(exc, MemoryError | torch.OutOfMemoryError | OutOfDeviceMemoryError):
+        return True
+    text = str(exc).lower()
+    return isinstance(exc, RuntimeError | OSError) and any(word in text for word in _OUT_OF_MEMORY)
 
 
 def first_line(exc: BaseException) -> str:

@@ -37,12 +37,13 @@ from bioptimus.errors import (
     RequestError,
     UsageError,
     _ForwardError,
+    release_frames,
 )
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.loader import MODEL_ROOT
-from bioptimus.runtime.runners import Runner, open_runner
+from bioptimus.runtime.runners import Runner, lacks_memory, open_runner
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +260,9 @@ class BaseServerModel:
             raise self._translate(exc, len(samples)) from exc
 
     def _translate(self, exc: Exception, tiles: int) -> _ForwardError:
-        if _is_out_of_memory(exc):
+        if lacks_memory(exc):
+            # The frames that failed hold what the pass had made so far, on the device.
+            release_frames(exc)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             return OutOfDeviceMemoryError(
@@ -547,19 +550,3 @@ def _finite_rows(values: Float32) -> npt.NDArray[np.bool_]:
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
-
-
-def _is_out_of_memory(exc: Exception) -> bool:
-    if isinstance(exc, MemoryError | torch.OutOfMemoryError | OutOfDeviceMemoryError):
-        return True
-    # A compiled package, and torch's CPU allocator, say it in words only.
-    return isinstance(exc, RuntimeError) and any(words in str(exc) for words in _OUT_OF_MEMORY)
