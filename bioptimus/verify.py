@@ -1,5 +1,6 @@
 """Checking finished results: is every file whole, is anything missing or left over?"""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.batch.inputs import SlideInput, output_path
-from bioptimus.errors import OutputError
+from bioptimus.errors import OutputError, UsageError
+from bioptimus.inference.checksums import row_checksums
 from bioptimus.inference.layout import PART_SUFFIX, digest_of
 from bioptimus.inference.results import Result, RowsName, open_result
 
@@ -54,19 +56,23 @@ def verify(
     """Check every result below a folder.
 
     Args:
-        out: Output folder of a run, or the folder of one model in it.
+        out: Output folder of a run, the folder of one model in it, or one result file.
         slides: What should be there, for each model that has any result.
         deep: Read every value, not only those at the ends.
 
     Raises:
-        OutputError: There is no such folder.
+        UsageError: There is no such folder or file, or slides are given with one file.
+        OutputError: The folder holds no results, and it was not told which there should be.
     """
-    if not out.is_dir():
-        raise OutputError(f"{out}: no such folder")
+    if not out.exists():
+        raise UsageError(f"{out}: no such folder or file")
+    if out.is_file() and slides is not None:
+        raise UsageError(f"{out}: is one file; name its folder to see which slides lack a result")
     findings: list[Finding] = []
     results: dict[Path, Result] = {}
     files = rows = 0
-    for path in sorted(path for path in out.rglob("*.h5*") if path.is_file()):
+    paths = [out] if out.is_file() else sorted(p for p in out.rglob("*.h5*") if p.is_file())
+    for path in paths:
         if leftover := _leftover(path):
             findings.append(Finding(path=path, problem=leftover))
         elif path.suffix == ".h5":
@@ -81,8 +87,11 @@ def verify(
                 rows += len(result)
                 results[path] = result
             findings += [Finding(path=path, problem=problem) for problem in problems]
+    findings += _repeated(results)
     if slides is not None:
         findings += _against(out, slides, results, {finding.path for finding in findings})
+    elif not files and not findings:
+        raise OutputError(f"{out}: holds no result files (*.h5); is this an --out folder?")
     findings.sort(key=lambda finding: finding.path)
     return Verification(files=files, rows=rows, findings=tuple(findings))
 
@@ -108,12 +117,68 @@ def _problems(result: Result, *, deep: bool) -> Iterator[str]:
         yield f"lists {failed} failed tiles and says {attributes.get('tiles_failed')}"
     if (result.state == "empty") != (planned == 0):
         yield f"has state {result.state} with {planned} tiles planned"
-    if digest_of(attributes.get("digest_parameters") or {}) != result.digest:
+    if digest_of(_parameters(result)) != result.digest:
         yield "its digest is not that of its parameters"
     yield from _mode_problems(result)
+    yield from _contradictions(result)
     yield from _position_problems(result)
-    for name in ("features", "predictions"):
-        yield from _value_problems(result, name, deep=deep)
+    for name in result.changed_datasets():
+        yield f"has other values in {name} than were written"
+    yield from _row_problems(result, deep=deep)
+
+
+def _parameters(result: Result) -> Mapping[str, Any]:
+    """What the digest was made of; none where that cannot be read."""
+    found = result.attributes.get("digest_parameters")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _contradictions(result: Result) -> Iterator[str]:
+    """Facts that the file tells twice, and not alike."""
+    root, tile, mpp = result.attributes, result.tile, result.mpp
+    coords, parameters = result.coords_attributes, _parameters(result)
+    name = result.path.stem
+    said_twice: list[tuple[str, object, str, object]] = [
+        ("patch_size of coords", coords.get("patch_size"), "tile_size_px", tile.size_px),
+        ("patch_size_level0 of coords", coords.get("patch_size_level0"),
+         "tile_size_px, tile_mpp and mpp_x", round(result.tile_level0[0])),
+        ("level0_magnification of coords", coords.get("level0_magnification"),
+         "10 / mpp_x", 10 / mpp[0]),
+        ("target_magnification of coords", coords.get("target_magnification"),
+         "10 / tile_mpp", 10 / tile.mpp),
+        ("overlap of coords", coords.get("overlap"), "overlap_px", tile.overlap_px),
+        ("level0_width of coords", coords.get("level0_width"),
+         "slide_width", result.dimensions[0]),
+        ("level0_height of coords", coords.get("level0_height"),
+         "slide_height", result.dimensions[1]),
+        ("name of coords", coords.get("name"), "the file's name", name),
+    ]  # fmt: skip
+    said_twice += [
+        (f"{parameter!r} of digest_parameters", parameters.get(parameter), attribute, value)
+        for parameter, attribute, value in (
+            ("slide size (bytes)", "slide_size_bytes", root.get("slide_size_bytes")),
+            ("slide quickhash", "slide_quickhash", root.get("slide_quickhash")),
+            ("mpp", "mpp_x, mpp_y", [round(value, 6) for value in mpp]),
+            ("model", "model_name", root.get("model_name")),
+            ("model sha256", "model_sha256", result.model_sha256),
+            ("mode", "mode", str(result.mode)),
+            ("tile size (px)", "tile_size_px", tile.size_px),
+            ("tile mpp", "tile_mpp", tile.mpp),
+            ("overlap (px)", "overlap_px", tile.overlap_px),
+            ("min tissue", "min_tissue", root.get("min_tissue")),
+            ("icc", "icc", root.get("icc")),
+        )
+    ]
+    for what, value, other, expected in said_twice:
+        # Files of other versions may lack one of the two.
+        if None not in (value, expected) and not _agree(value, expected):
+            yield f"says {what} is {value}, {other} {expected}"
+
+
+def _agree(one: object, other: object) -> bool:
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return one == other
 
 
 def _mode_problems(result: Result) -> Iterator[str]:
@@ -138,28 +203,54 @@ def _position_problems(result: Result) -> Iterator[str]:
         yield "has tissue ratios outside 0 to 1"
 
 
-def _value_problems(result: Result, name: RowsName, *, deep: bool) -> Iterator[str]:
-    if name == "features" and not result.embedding_dim:
-        return
-    if name == "predictions" and not result.prediction_dim:
-        return
-    bad = sum(
-        int((~np.isfinite(block)).any(axis=1).sum()) for block in _blocks(result, name, deep=deep)
-    )
-    if bad:
-        yield f"has {bad} rows of {name} with NaN or Inf"
+def _row_problems(result: Result, *, deep: bool) -> Iterator[str]:
+    dims: dict[RowsName, int] = {
+        "features": result.embedding_dim,
+        "predictions": result.prediction_dim,
+    }
+    names = [name for name, dim in dims.items() if dim]
+    not_finite = dict.fromkeys(names, 0)
+    changed: list[int] = []
+    for first, last in _stretches(len(result), width=4 * max(dims.values()), deep=deep):
+        sums: npt.NDArray[np.uint32] | None = None
+        whole = np.ones(last - first, bool)
+        for name in names:
+            block = result.read(name, first, last)
+            finite = np.isfinite(block).all(axis=1)
+            not_finite[name] += int((~finite).sum())
+            whole &= finite
+            sums = row_checksums(block, sums)
+        if sums is not None and result.has_row_checksums:
+            # One line for one fault: a row with NaN has changed as well.
+            other = whole & (sums != result.read("row_crc32", first, last))
+            changed += (first + np.flatnonzero(other)).tolist()
+    for name, bad in not_finite.items():
+        if bad:
+            yield f"has {bad} rows of {name} with NaN or Inf"
+    if changed:
+        where = f"row {changed[0]}" if len(changed) == 1 else f"{len(changed)} rows"
+        start = "" if len(changed) == 1 else f", the first of them row {changed[0]}"
+        yield f"has other values in {where} than were written{start}"
 
 
-def _blocks(result: Result, name: RowsName, *, deep: bool) -> Iterator[npt.NDArray[Any]]:
-    count = len(result)
-    if not deep:
-        yield result.read(name, 0, _SAMPLED_ROWS)
-        yield result.read(name, max(_SAMPLED_ROWS, count - _SAMPLED_ROWS), count)
-        return
-    width = 4 * max(result.embedding_dim, result.prediction_dim)
-    step = max(1, _DEEP_BYTES // width)
-    for first in range(0, count, step):
-        yield result.read(name, first, first + step)
+def _stretches(count: int, *, width: int, deep: bool) -> list[tuple[int, int]]:
+    """Rows [first, last) to read at once: all of them, or those at the ends."""
+    step = max(1, _DEEP_BYTES // max(1, width)) if deep else _SAMPLED_ROWS
+    starts = range(0, count, step) if deep else {0, max(0, count - step)}
+    return [(first, min(first + step, count)) for first in sorted(starts)]
+
+
+def _repeated(results: Mapping[Path, Result]) -> Iterator[Finding]:
+    """Results of one slide, which would count twice for who reads the folder."""
+    seen: dict[tuple[object, ...], Path] = {}
+    for path, result in results.items():
+        slide = result.attributes.get("slide_quickhash") or str(result.slide_path)
+        alike = (path.parent, slide, result.model_sha256)
+        first = seen.setdefault((result.digest,), path)
+        if first == path:
+            first = seen.setdefault(alike, path)
+        if first != path:
+            yield Finding(path=path, problem=f"holds the same slide and model as {first}")
 
 
 def _against(

@@ -8,7 +8,10 @@ import typer
 
 def verify(
     out: Annotated[
-        Path, typer.Argument(help="Output folder of a run, or of one model in it.", metavar="OUT")
+        Path,
+        typer.Argument(
+            help="Output folder of a run, or of one model in it, or one result file.", metavar="OUT"
+        ),
     ],
     slides: Annotated[
         list[str] | None,
@@ -18,12 +21,14 @@ def verify(
         ),
     ] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Read every value, not only those at the ends.")
+        bool, typer.Option("--deep", help="Read every row, not only the 256 at either end.")
     ] = False,
 ) -> None:
-    """Check every result file: structure, counts, values, leftovers, and what is missing.
+    """Check every result file: structure, counts, checksums, leftovers, and what is missing.
 
-    Prints one line for each finding and exits with 1 if there is any.
+    Finds values that changed since they were written, facts that contradict each other, and
+    results of one slide that stand there twice. Prints one line for each finding and exits with 1
+    if there is any.
     """
     from bioptimus.batch.inputs import find_inputs
     from bioptimus.verify import verify as check

@@ -57,7 +57,16 @@ def make_result(
     index = np.arange(rows)
     width, height = COLUMNS * 448, max(1, -(-rows // COLUMNS)) * 448
     name = f"{path.stem}.svs"
-    parameters = {"slide quickhash": name, "tile mpp": TILE.mpp, "mpp": list(MPP)}
+    sha256 = (attributes or {}).get("model_sha256", "ab" * 32)
+    parameters = {
+        "slide quickhash": name,
+        "mpp": list(MPP),
+        "model sha256": sha256,
+        "mode": str(mode),
+        "tile size (px)": TILE.size_px,
+        "tile mpp": TILE.mpp,
+        "overlap (px)": TILE.overlap_px,
+    }
     shade = np.linspace(120, 250, width // 32, dtype=np.uint8)
     thumbnail = np.broadcast_to(shade[None, :, None], (height // 32, width // 32, 3)).copy()
     mask = np.zeros((height // 64, width // 64), np.uint8)
@@ -83,7 +92,7 @@ def make_result(
             "objective_power": 40.0,
             "reader": "tiff",
             "model_name": model.name,
-            "model_sha256": "ab" * 32,
+            "model_sha256": sha256,
             "model_spec": model.with_(output_names=(), input_genes=()).to_dict(),
             "mode": str(mode),
             "tile_size_px": TILE.size_px,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from bioptimus.batch.inputs import find_inputs
-from bioptimus.errors import OutputError
+from bioptimus.errors import OutputError, UsageError
+from bioptimus.inference.layout import digest_of
 from bioptimus.verify import verify
 from cli.main import main
 from tests.result_files import make_result
@@ -25,7 +26,7 @@ def out(tmp_path: Path) -> Path:
     folder = tmp_path / "out"
     make_result(folder / "tiny" / "a.h5")
     make_result(folder / "tiny" / "sub" / "b.h5", rows=0)
-    make_result(folder / "other" / "a.h5", rows=600)
+    make_result(folder / "other" / "a.h5", rows=600, attributes={"model_sha256": "cd" * 32})
     return folder
 
 
@@ -58,7 +59,7 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def set_value(dataset: str, row: int, value: object) -> Callable[[Path], None]:
+def set_value(dataset: str, row: int | slice, value: object) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         with h5py.File(path, "r+") as file:
             file[dataset][row] = value
@@ -82,6 +83,14 @@ def lose(dataset: str) -> Callable[[Path], None]:
     return damage
 
 
+def set_coords_attribute(name: str, value: object) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with h5py.File(path, "r+") as file:
+            file["coords"].attrs[name] = value
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -89,10 +98,15 @@ def lose(dataset: str) -> Callable[[Path], None]:
         (set_attribute("complete", False), "is not complete"),
         (set_attribute("digest", "00"), "its digest is not that of its parameters"),
         (set_attribute("digest_parameters", '{"x": 1}'), "its digest is not that of"),
+        (set_attribute("digest_parameters", '{"x": '), "its digest is not that of"),
         (set_attribute("tiles_planned", 20), "has 11 rows and 1 failed tiles of 20 planned"),
         (set_attribute("tiles_failed", 2), "lists 1 failed tiles and says 2"),
         (set_attribute("state", "empty"), "has state empty with 12 tiles planned"),
         (set_attribute("mode", "embedding"), "has 3 predicted values in mode embedding"),
+        (set_attribute("mode", "Embedding"), "has a mode or model_spec that says nothing"),
+        (set_attribute("model_spec", "{"), "has a mode or model_spec that says nothing"),
+        (set_attribute("mpp_x", 0.0), "says mpp_x is 0.0"),
+        (set_attribute("tile_mpp", "0.5"), "says tile_mpp is 0.5"),
         (lose("features"), "has 0 embedding values in mode prediction_with_embedding"),
         (lose("coords"), "lacks the dataset coords"),
         (set_value("features", 5, np.nan), "has 1 rows of features with NaN or Inf"),
@@ -100,6 +114,25 @@ def lose(dataset: str) -> Callable[[Path], None]:
         (set_value("coords", 2, [0, 0]), "has two rows for one tile"),
         (set_value("coords", 2, [2240, 0]), "has 1 tiles whose corner is outside the slide"),
         (set_value("tissue_ratios", 2, np.nan), "has tissue ratios outside 0 to 1"),
+        # Facts that stand in two places.
+        (set_attribute("mpp_x", 0.5), "says level0_magnification of coords is 40.0, 10 / mpp_x 20"),
+        (set_attribute("mpp_y", 0.5), "says 'mpp' of digest_parameters is [0.25, 0.2505], mpp_x"),
+        (set_attribute("tile_size_px", 256), "says patch_size of coords is 224, tile_size_px 256"),
+        (set_attribute("tile_mpp", 1.0), "says target_magnification of coords is 20.0, 10 / tile"),
+        (set_attribute("overlap_px", 8), "says overlap of coords is 0, overlap_px 8"),
+        (set_attribute("slide_width", 9000), "says level0_width of coords is 2240, slide_width"),
+        (set_attribute("model_sha256", "00"), "says 'model sha256' of digest_parameters is abab"),
+        (set_attribute("slide_quickhash", "b"), "says 'slide quickhash' of digest_parameters is a"),
+        (set_coords_attribute("patch_size_level0", 224), "says patch_size_level0 of coords is 224"),
+        (set_coords_attribute("level0_height", 1), "says level0_height of coords is 1, slide_"),
+        # Values as good as any, but not those that were written.
+        (set_value("features", 5, 7.0), "has other values in row 5 than were written"),
+        (set_value("predictions", slice(0, 2), 7.0), "has other values in 2 rows than were writt"),
+        (set_value("coords", 2, [1, 1]), "has other values in coords than were written"),
+        (set_value("tissue_ratios", 2, 0.75), "has other values in tissue_ratios than were writt"),
+        (set_value("output_names", 0, "CDH1"), "has other values in output_names than were writt"),
+        (set_value("thumbnail", 0, 1), "has other values in thumbnail than were written"),
+        (set_value("tissue_mask", 0, 1), "has other values in tissue_mask than were written"),
     ],
 )
 def test_each_damage_is_found(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
@@ -107,8 +140,90 @@ def test_each_damage_is_found(tmp_path: Path, damage: Callable[[Path], None], wo
     assert problems(tmp_path) == []
     damage(path)
     found = problems(tmp_path)
-    assert len(found) == 1
-    assert found[0].startswith(f"tiny/a.h5: {words}")
+    assert any(line.startswith(f"tiny/a.h5: {words}") for line in found), found
+
+
+def test_a_flipped_bit_in_a_row_is_found_and_its_row_named(tmp_path: Path) -> None:
+    path = make_result(tmp_path / "a.h5", rows=20, failed=())
+    with h5py.File(path, "r") as file:
+        start = file["features"].id.get_chunk_info(0).byte_offset
+        width = file["features"].shape[1] * 4
+    content = bytearray(path.read_bytes())
+    content[start + 13 * width] ^= 1
+    path.write_bytes(content)
+    assert problems(tmp_path) == ["a.h5: has other values in row 13 than were written"]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 12])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_file_without_checksums_is_as_good(tmp_path: Path, rows: int, dtype: str) -> None:
+    path = make_result(tmp_path / "a.h5", rows=rows, failed=(), dtype=dtype)
+    assert problems(tmp_path, deep=True) == []
+    with h5py.File(path, "r+") as file:
+        del file["row_crc32"]
+        for dataset in file.values():
+            dataset.attrs.pop("crc32", None)
+    assert problems(tmp_path, deep=True) == []
+
+
+def test_no_flipped_bit_ends_the_check(tmp_path: Path) -> None:
+    path = make_result(tmp_path / "a.h5")
+    content = path.read_bytes()
+    for place in range(0, len(content), max(1, len(content) // 150)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        verify(tmp_path, deep=True)
+
+
+def test_an_empty_file_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a.h5").touch()
+    assert problems(tmp_path) == ["a.h5: is empty (0 bytes); remove it and make it again"]
+
+
+def test_what_verify_says_of_a_file_does_not_send_to_verify(tmp_path: Path) -> None:
+    truncate(make_result(tmp_path / "a.h5"))
+    (tmp_path / "b.h5").write_bytes(b"text")
+    found = problems(tmp_path)
+    assert len(found) == 2
+    for line in found:
+        assert line.endswith("it is damaged or not a result file; move it away and make it again")
+
+
+def test_a_renamed_copy_is_found_as_such(tmp_path: Path) -> None:
+    path = make_result(tmp_path / "tiny" / "a.h5")
+    (tmp_path / "tiny" / "b.h5").write_bytes(path.read_bytes())
+    assert problems(tmp_path) == [
+        "tiny/b.h5: says name of coords is a, the file's name b",
+        f"tiny/b.h5: holds the same slide and model as {path}",
+    ]
+
+
+def test_two_results_of_one_slide_and_model_in_one_folder_are_found(tmp_path: Path) -> None:
+    for name, rows in (("a", 12), ("b", 15)):
+        make_result(
+            tmp_path / f"{name}.h5", rows=rows, attributes={"slide_quickhash": "same"},
+            digest=digest_of({"rows": rows}), digest_parameters={"rows": rows},
+        )  # fmt: skip
+    assert problems(tmp_path) == [f"b.h5: holds the same slide and model as {tmp_path / 'a.h5'}"]
+
+
+def test_results_of_one_slide_by_other_parameters_may_stand_in_other_folders(
+    tmp_path: Path,
+) -> None:
+    for name in ("10x", "20x"):
+        make_result(
+            tmp_path / name / "a.h5",
+            digest=digest_of({"tiles": name}), digest_parameters={"tiles": name},
+        )  # fmt: skip
+    assert problems(tmp_path) == []
+
+
+def test_one_file_can_be_checked_alone(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(out / "tiny" / "a.h5")]) == 0
+    assert capsys.readouterr().err == "1 file, 11 tiles, 0 findings\n"
+    with pytest.raises(UsageError, match="is one file; name its folder"):
+        verify(out / "tiny" / "a.h5", slides=())
 
 
 def test_a_foreign_file_is_found(out: Path) -> None:
@@ -169,10 +284,20 @@ def test_an_empty_output_folder_lacks_every_slide(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_that_is_not_there_is_an_error(
+def test_a_folder_without_results_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(OutputError, match="no such folder"):
+    with pytest.raises(OutputError, match="holds no result files"):
+        verify(tmp_path)
+    assert main(["verify", str(tmp_path)]) == 1
+    expected = f"error: {tmp_path}: holds no result files (*.h5); is this an --out folder?\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_folder_that_is_not_there_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match="no such folder"):
         verify(tmp_path / "none")
-    assert main(["verify", str(tmp_path / "none")]) == 1
-    assert capsys.readouterr().err == f"error: {tmp_path}/none: no such folder\n"
+    assert main(["verify", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/none: no such folder or file\n"

@@ -180,5 +180,6 @@ def output_errors(path: Path, doing: str, *, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        words = exc.strerror or str(exc)
+        # HDF5 tells of a failed read in several lines.
+        words = " ".join((exc.strerror or str(exc)).split())
         raise OutputError(f"{path}: {doing}: {words}; {advice}") from exc

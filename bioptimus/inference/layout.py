@@ -50,6 +50,12 @@ REQUIRED_ATTRIBUTES = (
 )
 """Root attributes that a reader cannot do without."""
 
+CHECKSUM = "crc32"
+"""Attribute of every small dataset: CRC-32 of its values, for :mod:`bioptimus.verify`."""
+
+ROW_CHECKSUMS = "row_crc32"
+"""Dataset (N,) of the CRC-32 of each row of ``features``, then of ``predictions``."""
+
 AttributeValue = str | int | float | bool | Sequence[Any] | Mapping[str, Any] | None
 
 

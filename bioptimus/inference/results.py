@@ -1,6 +1,7 @@
 """Reading result files: :func:`open_result`. The slide itself is not needed."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +15,17 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from bioptimus.errors import CheckpointError, OutputError
+from bioptimus.errors import BioptimusError, CheckpointError, OutputError
+from bioptimus.inference.checksums import checksum
 from bioptimus.inference.disk import output_errors
 from bioptimus.inference.layout import (
+    CHECKSUM,
     FORMAT,
     FORMAT_VERSION,
     PART_SUFFIX,
     REQUIRED_ATTRIBUTES,
     REQUIRED_DATASETS,
+    ROW_CHECKSUMS,
 )
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.tiles import TileSpec
@@ -29,7 +33,10 @@ from bioptimus.tiles import TileSpec
 if TYPE_CHECKING:
     from anndata import AnnData
 
-RowsName = Literal["features", "predictions", "coords", "tissue_ratios"]
+# Attributes that a reader divides by.
+_POSITIVE = ("slide_width", "slide_height", "mpp_x", "mpp_y", "tile_size_px", "tile_mpp")
+
+RowsName = Literal["features", "predictions", "coords", "tissue_ratios", "row_crc32"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +88,10 @@ class Result:
             self.attributes: Mapping[str, Any] = {
                 key: _plain(value) for key, value in file.attrs.items()
             }
-            self._shapes = {name: file[name].shape for name in file}
+            # Foreign files may hold groups, which have no shape.
+            self._shapes: Mapping[str, tuple[int, ...]] = {
+                name: getattr(file[name], "shape", ()) for name in file
+            }
             _check(path, self.attributes, self._shapes)
             self.coords_attributes: Mapping[str, Any] = {
                 key: _plain(value) for key, value in file["coords"].attrs.items()
@@ -234,6 +244,24 @@ class Result:
         with self._file() as file:
             rows: npt.NDArray[Any] = file[name][start:stop]
         return rows
+
+    @property
+    def has_row_checksums(self) -> bool:
+        """Whether the file tells the checksum of each row; older ones do not."""
+        return ROW_CHECKSUMS in self._shapes
+
+    def changed_datasets(self) -> list[str]:
+        """Names of the small datasets whose values are not those that were written.
+
+        Rows have checksums of their own, see ``row_crc32`` in docs/hdf5.md.
+        """
+        with self._file() as file:
+            told = {name: file[name].attrs.get(CHECKSUM) for name in self._shapes}
+            return [
+                name
+                for name, wanted in told.items()
+                if wanted is not None and checksum(file[name][...]) != wanted
+            ]
 
     def prediction(self, name: str) -> npt.NDArray[np.floating[Any]]:
         """(N,) one predicted value, by its name.
@@ -399,22 +427,38 @@ class Result:
     @contextmanager
     def held_open(self) -> Iterator[Self]:
         """Keep the file open within the block, where many reads follow each other."""
-        with self._file() as file:
-            before, self._held = self._held, file
+        if self._held is not None:
+            yield self
+            return
+        with self._errors():
+            file = h5py.File(self.path, "r", locking=False)
+        with file:
+            self._held = file
             try:
                 yield self
             finally:
-                self._held = before
+                self._held = None
 
     @contextmanager
     def _file(self) -> Iterator[h5py.File]:
-        advice = "it may be truncated or not a result file; `bioptimus verify` tells more"
-        with output_errors(self.path, "cannot be read", advice=advice):
+        with self._errors():
             if self._held is not None:
                 yield self._held
                 return
             with h5py.File(self.path, "r", locking=False) as file:
                 yield file
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        advice = "it is damaged or not a result file; move it away and make it again"
+        try:
+            with output_errors(self.path, "cannot be read", advice=advice):
+                yield
+        except BioptimusError:
+            raise
+        except (RuntimeError, KeyError, TypeError, ValueError) as exc:
+            # What h5py makes of damage depends on where in the file it is.
+            raise OutputError(f"{self.path}: cannot be read: {exc}; {advice}") from exc
 
     def _strings(self, name: str) -> tuple[str, ...]:
         with self._file() as file:
@@ -448,6 +492,10 @@ def open_result(path: Path | str) -> Result:
         part = path.with_name(path.name + PART_SUFFIX)
         hint = "it is unfinished; run the same command again" if part.exists() else "check the path"
         raise OutputError(f"{path}: no such file; {hint}")
+    if path.is_dir():
+        raise OutputError(f"{path}: is a folder; name one of the result files in it")
+    if not path.stat().st_size:
+        raise OutputError(f"{path}: is empty (0 bytes); remove it and make it again")
     return Result(path)
 
 
@@ -470,7 +518,15 @@ def _check(path: Path, attributes: Mapping[str, Any], shapes: Mapping[str, Any])
     lacking += [f"attribute {name}" for name in REQUIRED_ATTRIBUTES if name not in attributes]
     if lacking:
         raise OutputError(f"{path}: lacks the {', '.join(lacking)}; make it again")
-    for name in ("features", "predictions", "tissue_ratios"):
+    for name in _POSITIVE:
+        value = attributes[name]
+        if not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise OutputError(f"{path}: says {name} is {value}; make it again")
+    if attributes["mode"] not in set(InferenceMode) or not isinstance(
+        attributes["model_spec"], Mapping
+    ):
+        raise OutputError(f"{path}: has a mode or model_spec that says nothing; make it again")
+    for name in ("features", "predictions", "tissue_ratios", ROW_CHECKSUMS):
         if name in shapes and shapes[name][0] != shapes["coords"][0]:
             raise OutputError(
                 f"{path}: {shapes[name][0]} rows of {name} for {shapes['coords'][0]} of coords; "

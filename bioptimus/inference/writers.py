@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import OutputError, OutputMismatchError
+from bioptimus.inference.checksums import row_checksums
 from bioptimus.inference.disk import (
     output_errors,
     retry,
@@ -26,6 +27,7 @@ from bioptimus.inference.layout import (
     FORMAT,
     FORMAT_VERSION,
     PART_SUFFIX,
+    ROW_CHECKSUMS,
     WRITER_ATTRIBUTES,
     AttributeValue,
     differences,
@@ -330,7 +332,17 @@ class HDF5Writer:
             assume_unique=True,
         )
         image = self._image(kept, state, attributes)
-        image.save(self.path, lambda name, a, b: self._part.read_rows(name, kept[a:b]))
+        sums = np.zeros(len(kept), np.uint32)
+
+        def rows(name: str, first: int, last: int) -> npt.NDArray[Any]:
+            # Asked for last, when all the others have passed by.
+            if name == ROW_CHECKSUMS:
+                return sums[first:last]
+            block = self._part.read_rows(name, kept[first:last])
+            sums[first:last] = row_checksums(block, sums[first:last])
+            return block
+
+        image.save(self.path, rows)
 
     def _image(
         self,
@@ -340,9 +352,10 @@ class HDF5Writer:
     ) -> HDF5Image:
         plan = self._plan
         failed = [(*plan.coords[row].tolist(), *self._failed[row]) for row in sorted(self._failed)]
-        with HDF5Image() as image:
+        with HDF5Image(checksums=True) as image:
             for name, columns in plan.columns.items():
                 image.add_rows(name, shape=(len(kept), columns), dtype=plan.dtype)
+            image.add_rows(ROW_CHECKSUMS, shape=(len(kept),), dtype="uint32")
             image.add_array("coords", plan.coords[kept])
             image.set_attributes(plan.coords_attributes, dataset="coords")
             image.add_array("tissue_ratios", plan.tissue_ratios[kept].astype(np.float32))
