@@ -221,7 +221,10 @@ def _tile(tile_px: int | None, mpp: float | None, model: str | None) -> Any:
     from bioptimus.tiles import TileSpec
 
     known = get_facts(model).spec().tile if model else TileSpec()
-    return TileSpec(size_px=tile_px or known.size_px, mpp=mpp or known.mpp)
+    return TileSpec(
+        size_px=known.size_px if tile_px is None else tile_px,
+        mpp=known.mpp if mpp is None else mpp,
+    )
 
 
 def _triple(option: str, text: str | None) -> tuple[float, ...] | None:

@@ -1,9 +1,13 @@
 """What is known about a model, as plain frozen data: no torch, no numpy."""
 
-from collections.abc import Mapping
+import math
+import unicodedata
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Literal, Self
+from itertools import chain
+from reprlib import repr as shown
+from typing import Any, Literal, Self, get_args
 
 from bioptimus.errors import CheckpointError
 from bioptimus.tiles import TileSpec
@@ -40,6 +44,33 @@ class Models(StrEnum):
 
 InputLayout = Literal["nhwc_uint8", "nchw_float32"]
 OutputKind = Literal["embedding", "prediction", "prediction_and_embedding", "mask"]
+Precision = Literal["fp32", "bf16", "fp16"]
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "input_layout": get_args(InputLayout),
+    "output_kind": get_args(OutputKind),
+    "precision": get_args(Precision),
+    "pooling": ("cls", "mean", "cls_mean", "none"),
+    "omics_transform": (None, "log1p"),
+}
+
+# Far beyond any model; above, a description is a mistake or meant to fill the memory.
+_LARGEST_TILE_PX = 8192
+_MPP_LIMITS = (0.01, 100)
+_LARGEST_COUNT = 1_000_000
+_LONGEST_NAME = 100
+
+
+def _name_problem(name: object) -> str:
+    """Why no file or folder may be called after a model of this name; empty if it may."""
+    if not isinstance(name, str) or not name.strip():
+        return "must be a text, and not empty"
+    if len(name) > _LONGEST_NAME:
+        return f"must have at most {_LONGEST_NAME} characters"
+    if not name.isprintable() or set(name) & set("/\\:"):
+        return "must have no slashes, colons or control characters: folders are named after it"
+    if name != name.strip() or name.startswith("."):
+        return "must not begin with a dot, nor begin or end with a space"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +78,8 @@ class ModelSpec:
     """Everything the pipeline must know about a model.
 
     Attributes:
-        name: Registry key, or the name its exporter gave.
+        name: Registry key, or the name its exporter gave. Result folders are called after it:
+            it has no slashes and no control characters, and does not begin with a dot.
         version: Version of the weights.
         licence: SPDX identifier or a short phrase.
         tile: Tile size and scale that the model was trained on.
@@ -92,17 +124,24 @@ class ModelSpec:
     omics_transform: Literal["log1p"] | None = None
     rna_dim: int = 0
     input_genes: tuple[str, ...] = ()
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     description: str = ""
     source: str = ""
     source_sha256: str = ""
 
     def __post_init__(self) -> None:
-        """Check that the counts agree with the names.
+        """Check types and ranges, and that the counts agree with the names.
+
+        A description comes out of a file that anybody may have written.
 
         Raises:
-            CheckpointError: They do not, or a dimension that ``output_kind`` needs is missing.
+            CheckpointError: Names the field.
         """
+        if problem := _name_problem(self.name):
+            raise CheckpointError(f"model name {shown(self.name)}: {problem}")
+        # One after the other: values of a wrong type cannot be compared.
+        if problem := next(chain(self._wrong_types(), self._wrong_values()), ""):
+            raise CheckpointError(f"{self.name}: {problem}")
         if self.output_names and len(self.output_names) != self.prediction_dim:
             raise CheckpointError(
                 f"{self.name}: {len(self.output_names)} output names for "
@@ -114,6 +153,38 @@ class ModelSpec:
             )
         if len(self.mean) != self.channels or len(self.std) != self.channels:
             raise CheckpointError(f"{self.name}: mean and std must have {self.channels} values")
+
+    def _wrong_types(self) -> Iterator[str]:
+        # The types themselves, not their names: annotations of this module are evaluated.
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.type is int and not _is_whole(value):
+                yield f"{entry.name} {shown(value)}: must be a whole number"
+            if entry.type is str and not _is_text(value):
+                yield f"{entry.name} {shown(value)}: must be a text without control characters"
+        for name in ("output_names", "input_genes"):
+            if not all(map(_is_text, getattr(self, name))):
+                yield f"{name}: must be texts without control characters"
+
+    def _wrong_values(self) -> Iterator[str]:
+        for name, known in _KNOWN.items():
+            value = getattr(self, name)
+            if value not in known:
+                yield f"{name} {shown(value)}: known are {', '.join(filter(None, known))}"
+        for name in ("channels", "embedding_dim", "prediction_dim", "prefix_tokens", "rna_dim"):
+            if not 0 <= getattr(self, name) <= _LARGEST_COUNT:
+                yield f"{name} {shown(getattr(self, name))}: must lie in 0 to {_LARGEST_COUNT}"
+        for name, least in (("mean", -math.inf), ("std", 0)):
+            if not all(_is_number(value) and value > least for value in getattr(self, name)):
+                words = "numbers" if name == "mean" else "positive numbers"
+                yield f"{name} {shown(getattr(self, name))}: must be {words}"
+        low, high = _MPP_LIMITS
+        if not (_is_number(self.tile.mpp) and low <= self.tile.mpp <= high):
+            yield f"tile mpp {shown(self.tile.mpp)}: must lie in {low} to {high} um/px"
+        if not _is_whole(self.tile.size_px) or self.tile.size_px > _LARGEST_TILE_PX:
+            yield f"tile size {shown(self.tile.size_px)} px: must lie in 1 to {_LARGEST_TILE_PX}"
+        if not _is_whole(self.tile.overlap_px):
+            yield f"tile overlap {shown(self.tile.overlap_px)} px: must be a whole number"
 
     @property
     def makes_embedding(self) -> bool:
@@ -155,7 +226,28 @@ class ModelSpec:
                 found["tile"] = TileSpec(**found["tile"])
             for key in ("mean", "std", "output_names", "input_genes"):
                 if key in found:
+                    if not isinstance(found[key], (list, tuple)):
+                        raise CheckpointError(f"{key} {shown(found[key])}: must be a list")
                     found[key] = tuple(found[key])
             return cls(**found)
-        except (TypeError, ValueError) as exc:
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError, OverflowError) as exc:
             raise CheckpointError(f"model description cannot be read: {exc}") from exc
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    # JSON has whole numbers that no float can hold.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e12 < value < 1e12
+
+
+def _is_text(value: object) -> bool:
+    # Neither what steers a terminal nor half a character, which cannot be printed at all.
+    return isinstance(value, str) and (
+        value.isprintable()
+        or not any(unicodedata.category(letter) in ("Cc", "Cs") for letter in value)
+    )

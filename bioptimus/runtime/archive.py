@@ -6,11 +6,13 @@ code needs, the shapes that the program takes, and the description that our expo
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import platform
 import re
+import stat
 import struct
 import zipfile
 import zlib
@@ -37,7 +39,10 @@ _DTYPES = {
 }  # fmt: skip
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 # The program of a large model is a few megabytes; a member beyond this is no program.
-_LARGEST_JSON_BYTES = 1 << 28
+_LARGEST_JSON_BYTES = 1 << 26
+# torch stores members as they are; some zip tools press them, weights by a quarter at best.
+_LARGEST_RATIO = 20
+_LARGEST_BATCH = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +109,7 @@ class Signature:
                 min_batch=int(values["min_batch"]),
                 max_batch=None if upper is None else int(upper),
             )
-        except (KeyError, TypeError, ValueError) as exc:
+        except (KeyError, TypeError, ValueError, OverflowError) as exc:
             raise CheckpointError(f"description of the program cannot be read: {exc}") from exc
 
 
@@ -169,14 +174,19 @@ def inspect_archive(path: Path) -> ArchiveInfo:
         CheckpointError: Missing, empty, truncated, damaged, or another kind of file; the
             message says which and what to do.
     """
-    _refuse_what_is_no_archive(path)
     try:
+        _refuse_what_is_no_archive(path)
         with zipfile.ZipFile(path) as archive:
             info = _read_archive(path, archive)
             _verify_members(path, archive)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as exc:
+    except CheckpointError:
+        raise
+    # Offsets of a damaged archive make what reads them raise a plain ValueError too.
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as exc:
         raise CheckpointError(f"{path}: damaged archive ({exc}); copy the file again") from exc
     except OSError as exc:
+        if exc.errno == errno.EINVAL:  # an offset that no file has
+            raise CheckpointError(f"{path}: damaged archive; copy the file again") from exc
         raise CheckpointError(f"{path}: {exc.strerror or exc}") from exc
     return info
 
@@ -270,8 +280,8 @@ def _read_archive(path: Path, archive: zipfile.ZipFile) -> ArchiveInfo:
         raise CheckpointError(f"{path}: truncated archive (its end is missing); copy it again")
     root = names[0].split("/")[0] if names else ""
     inner = {name[len(root) + 1 :]: name for name in names if name.startswith(root + "/")}
-    if any(name.startswith("/") or ".." in name.split("/") for name in names):
-        raise CheckpointError(f"{path}: members lie outside the archive; do not trust this file")
+    if problem := _hostile(archive.infolist(), path.stat().st_size):
+        raise CheckpointError(f"{path}: {problem}; do not trust this file")
     if "archive_format" not in inner or _read(path, archive, inner["archive_format"]) != b"pt2":
         raise CheckpointError(f"{path}: {_foreign_kind(names, inner)}")
     programs = [name for name in inner if re.fullmatch(r"models/[^/]+\.json", name)]
@@ -284,6 +294,27 @@ def _read_archive(path: Path, archive: zipfile.ZipFile) -> ArchiveInfo:
     if programs:
         return _read_portable(path, archive, root=root, inner=inner, program=programs[0])
     return _read_compiled(path, archive, root=root, inner=inner, metadata=metadata)
+
+
+def _hostile(entries: list[zipfile.ZipInfo], size_bytes: int) -> str:
+    """What no program that writes ``.pt2`` files would put into one; empty if nothing is odd."""
+    names = [entry.filename for entry in entries]
+    if any(name.startswith("/") or ".." in name.split("/") for name in names):
+        return "members lie outside the archive"
+    if not all(map(str.isprintable, names)):
+        return "members have control characters in their names"
+    # One reader takes the first of two, another the last; torch's looks at no capitals.
+    if len({name.casefold() for name in names}) < len(names):
+        return "two members have the same name"
+    if any(stat.S_ISLNK(entry.external_attr >> 16) for entry in entries):
+        return "members are links"
+    if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+           for entry in entries):  # fmt: skip
+        return "members are compressed in an unusual way"
+    whole = sum(entry.file_size for entry in entries)
+    if whole > max(_LARGEST_JSON_BYTES, _LARGEST_RATIO * size_bytes):
+        return f"{size_bytes} bytes claim to unpack to {whole}"
+    return ""
 
 
 def _foreign_kind(names: list[str], inner: Mapping[str, str]) -> str:
@@ -308,8 +339,17 @@ def _read(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
 def _read_json(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
     try:
         return json.loads(_read(path, archive, name))
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise CheckpointError(f"{path}: {name} cannot be read: {exc}") from exc
+
+
+def _spec_of(path: Path, values: Any) -> ModelSpec:
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: its description of the model cannot be read")
+    try:
+        return ModelSpec.from_dict(values)
+    except CheckpointError as exc:
+        raise CheckpointError(f"{path}: {exc}; export it again, or do not trust it") from exc
 
 
 def _read_portable(
@@ -319,11 +359,11 @@ def _read_portable(
     try:
         signature, device = _portable_signature(content)
         version = str(content["torch_version"])
-    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as exc:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as exc:
         raise CheckpointError(f"{path}: program of an unknown form ({exc!r})") from exc
     spec = None
     if f"extra/{DESCRIPTION}" in inner:
-        spec = ModelSpec.from_dict(_read_json(path, archive, inner[f"extra/{DESCRIPTION}"]))
+        spec = _spec_of(path, _read_json(path, archive, inner[f"extra/{DESCRIPTION}"]))
     return ArchiveInfo(
         path=path,
         kind="portable",
@@ -360,7 +400,9 @@ def _portable_signature(content: Mapping[str, Any]) -> tuple[Signature, str]:
         symbol = re.findall(r"Symbol\('(\w+)'|^(\w+)$", batch["as_expr"]["expr_str"])[0]
         bounds = content["range_constraints"].get(symbol[0] or symbol[1], {})
         lower = max(1, int(bounds.get("min_val") or 1))
-        upper = bounds.get("max_val")
+        upper = None if bounds.get("max_val") is None else int(bounds["max_val"])
+    if not 1 <= lower <= (lower if upper is None else upper) or lower > _LARGEST_BATCH:
+        raise ValueError(f"batches of {lower} to {upper}")
     signature = Signature(
         inputs=tuple(map(_tensor_spec, inputs)),
         outputs=tuple(map(_tensor_spec, outputs)),
@@ -372,7 +414,7 @@ def _portable_signature(content: Mapping[str, Any]) -> tuple[Signature, str]:
 
 def _tensor_spec(value: Mapping[str, Any]) -> TensorSpec:
     return TensorSpec(
-        dtype=_DTYPES.get(value["dtype"], f"type {value['dtype']}"),
+        dtype=_DTYPES.get(value["dtype"], f"type {value['dtype']!r}"),
         shape=tuple(int(size["as_int"]) for size in value["sizes"][1:]),
     )
 
@@ -398,16 +440,19 @@ def _read_compiled(
             f"{path}: holds {len(libraries)} libraries of machine code; one is needed"
         )
     facts = _read_json(path, archive, inner[(wrappers or metadata)[0]])
+    if not isinstance(facts, dict):
+        raise CheckpointError(f"{path}: its metadata cannot be read")
     machine = str(facts.get("AOTI_MACHINE", ""))
     _check_elf(path, archive, inner[libraries[0]])
     limit = _stated_batch_limit(path, archive, inner)
     own: dict[str, Any] = {}
+    signature = None
     if DESCRIPTION_KEY in facts:
         try:
-            own = json.loads(facts[DESCRIPTION_KEY])
-        except (TypeError, ValueError) as exc:
+            own = dict(json.loads(facts[DESCRIPTION_KEY]))
+            signature = Signature.from_dict(own["signature"]) if "signature" in own else None
+        except (TypeError, ValueError, RecursionError) as exc:
             raise CheckpointError(f"{path}: its description cannot be read: {exc}") from exc
-    signature = Signature.from_dict(own["signature"]) if "signature" in own else None
     if signature is not None and limit is not None:
         # Compiling may narrow what was exported.
         signature = replace(signature, max_batch=min(limit, signature.max_batch or limit))
@@ -424,7 +469,7 @@ def _read_compiled(
         machine=machine,
         system=str(facts.get("AOTI_PLATFORM", "")),
         compute_capability=str(facts.get("AOTI_COMPUTE_CAPABILITY", "")),
-        spec=ModelSpec.from_dict(own["spec"]) if own.get("spec") else None,
+        spec=_spec_of(path, own["spec"]) if own.get("spec") else None,
         source_sha256=str(own.get("source_sha256", "")),
         library=libraries[0],
         batch_limit=limit,

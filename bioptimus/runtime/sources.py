@@ -70,7 +70,12 @@ def from_folder(
 
     weights, files = read_weights(folder)
     given = dict(overrides or {})
-    spec = facts.spec() if facts else _spec_of(folder, config, given)
+    try:
+        spec = facts.spec() if facts else _spec_of(folder, config, given)
+    except (TypeError, ValueError, AttributeError, IndexError) as exc:
+        if isinstance(exc, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder}: config.json cannot be understood: {exc}") from exc
     spec = spec.with_(**given)
     spec = spec.with_(source=spec.source or folder.name, source_sha256=_digest_of(files))
     if "patch_embed.proj.weight" in to_timm_names(weights):
@@ -243,15 +248,10 @@ def sample_tiles(slide: Path, spec: ModelSpec, *, count: int = 4) -> torch.Tenso
 
 
 def _check_overrides(overrides: Mapping[str, Any]) -> None:
-    allowed = {
-        "precision": ("fp32", "bf16", "fp16"),
-        "pooling": ("cls", "mean", "cls_mean", "none"),
-        "omics_transform": ("log1p",),
-        "output_kind": ("embedding", "prediction", "prediction_and_embedding", "mask"),
-    }
-    for key, values in allowed.items():
-        if key in overrides and overrides[key] not in values:
-            raise UsageError(f"{key} {overrides[key]}: known are {', '.join(values)}")
+    try:
+        ModelSpec(name="model").with_(**overrides)
+    except CheckpointError as exc:
+        raise UsageError(str(exc).removeprefix("model: ")) from exc
 
 
 def _undescribed(reference: str, overrides: Mapping[str, Any]) -> ModelSpec:
@@ -261,7 +261,7 @@ def _undescribed(reference: str, overrides: Mapping[str, Any]) -> ModelSpec:
             f"{reference}: pass {' and '.join(missing)} (0,0,0 and 1,1,1 if the network "
             "normalises by itself), or --as KEY"
         )
-    return ModelSpec(name=reference.partition(":")[2])
+    return ModelSpec(name=overrides.get("name") or reference.partition(":")[2])
 
 
 def _read_config(folder: Path, *, needed: bool) -> dict[str, Any]:
@@ -294,8 +294,8 @@ def _spec_of(folder: Path, config: dict[str, Any], given: Mapping[str, Any]) -> 
     size = pretrained.get("input_size") or [3, config.get("image_size", 224)]
     args = config.get("model_args") or {}
     return ModelSpec(
-        name=folder.name,
-        tile=TileSpec(size_px=int(args.get("img_size") or size[-1])),
+        name=given.get("name") or folder.resolve().name,
+        tile=TileSpec(size_px=_side(args.get("img_size") or size)),
         mean=tuple(map(float, mean)),
         std=tuple(map(float, std)),
         interpolation=str(pretrained.get("interpolation", "bicubic")),
@@ -304,13 +304,18 @@ def _spec_of(folder: Path, config: dict[str, Any], given: Mapping[str, Any]) -> 
     )
 
 
+def _side(size: Any) -> int:
+    """Of 224, [224, 224] or [3, 224, 224]: timm has written each."""
+    return int(size[-1] if isinstance(size, list) else size)
+
+
 def _heads(config: dict[str, Any], facts: Facts | None, weights: dict[str, Any]) -> int:
     from bioptimus.runtime.vit import to_timm_names
 
     args = config.get("model_args") or {}
     stated = config.get("num_attention_heads") or args.get("num_heads")
-    if stated:
-        return int(stated)
+    if isinstance(stated, int) and stated > 0:
+        return stated
     if facts and facts.vit:
         return facts.vit.heads
     for size, heads in _HEADS_BY_NAME.items():
