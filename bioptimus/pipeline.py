@@ -26,12 +26,14 @@ import numpy.typing as npt
 from bioptimus import __version__
 from bioptimus.errors import (
     BioptimusError,
+    CheckpointError,
     OutOfDeviceMemoryError,
     OutputError,
     RequestError,
     SlideOpenError,
     SlideReadError,
     StoppedError,
+    TissueError,
     UsageError,
     _ForwardError,
     release_frames,
@@ -97,7 +99,7 @@ class SlideJob:
         mask: Tissue mask for this slide.
         bulk_rna: Table of bulk RNA for models that read it.
         extra: Further columns of the input table, carried into the report.
-        problem: Why the input cannot be a slide at all; it fails with these words.
+        problem: Why the input cannot be a slide at all, without its name.
     """
 
     path: Path
@@ -265,7 +267,7 @@ def _process(
     segmenter: Segmenter | None,
 ) -> None:
     if job.problem is not None:
-        raise SlideOpenError(f"{job.name}: {job.problem}")
+        raise SlideOpenError(f"{job.path.name}: {job.problem}")
     opening, planning = job_options(job, options)
     spec = client.model.model_spec
     with report.seconds.measure("open"):
@@ -407,13 +409,21 @@ def digest_parameters(
         "overlap (px)": tile.overlap_px,
         "min tissue": planning.min_tissue,
         "tissue": tissue,
-        "tissue mask sha256": file_sha256(Path(planning.tissue)) if mask_given else "",
+        "tissue mask sha256": _mask_sha256(Path(planning.tissue)) if mask_given else "",
         "keep pen": planning.keep_pen,
         # The values, not their file: a table may hold a column for each sample.
         "bulk RNA sha256": "" if bulk_rna is None else hashlib.sha256(bulk_rna.data).hexdigest(),
         "icc": options.opening.icc,
         "dtype": options.dtype,
     }
+
+
+def _mask_sha256(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except CheckpointError as exc:
+        # It speaks of the file as of a model.
+        raise TissueError(f"mask {exc}") from exc
 
 
 def _file_plan(

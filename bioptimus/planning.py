@@ -221,7 +221,7 @@ def plan_slide(
         kept=kept,
         tissue_ratios=ratios[kept],
         mask=mask,
-        warnings=_why_empty(mask, ratios, options) if len(kept) == 0 else (),
+        warnings=_why_empty(mask, ratios, options, grid) if len(kept) == 0 else (),
     )
 
 
@@ -269,9 +269,15 @@ def _segmented(name: str, coarse: CoarseImage, segmenter: Segmenter) -> TissueMa
 
 
 def _why_empty(
-    mask: TissueMask, ratios: npt.NDArray[np.float32], options: PlanOptions
+    mask: TissueMask, ratios: npt.NDArray[np.float32], options: PlanOptions, grid: TileGrid
 ) -> tuple[str, ...]:
     """Why no tile is kept, in one sentence."""
+    (width, height), (across, down) = grid.dimensions, grid.tile_level0
+    if width < across and height < down:
+        return (
+            f"smaller than one tile: the slide has {width} x {height} px, a tile takes "
+            f"{across:.0f} x {down:.0f} of them; is it a thumbnail, or its mpp wrong?",
+        )
     if mask.emptied_by is not None:
         return (f"no tissue: nothing was left after the step '{mask.emptied_by}'",)
     best = float(ratios.max(initial=0.0))

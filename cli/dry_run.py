@@ -4,6 +4,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from bioptimus.counting import counted
+from cli.progress import without_name
+
 if TYPE_CHECKING:
     from bioptimus.batch.run import RunConfig
 
@@ -22,14 +25,18 @@ def show_plan(config: "RunConfig") -> int:
         count += 1
         if each.error:
             failed = True
-            typer.echo(f"{each.name}: would fail: {each.error.removeprefix(f'{each.name}: ')}")
+            typer.echo(f"{each.name}: would fail: {without_name(each.error, each.name)}")
             continue
         total_tiles += each.tiles
         total_bytes += each.output_bytes
         typer.echo(
-            f"{each.name}: {each.tiles} tiles, mpp {each.mpp[0]:.4g} ({each.mpp_source}), "
+            f"{each.name}: {counted(each.tiles, 'tile')}, "
+            f"mpp {each.mpp[0]:.4g} ({each.mpp_source}), "
             f"level {each.level} (downsample {each.level_downsample:.4g}), "
             f"{each.output_bytes / 1e6:.1f} MB -> {each.output}"
         )
-    typer.echo(f"{count} slides, {total_tiles} tiles, {total_bytes / 1e6:.1f} MB; nothing written")
+    typer.echo(
+        f"{counted(count, 'slide')}, {counted(total_tiles, 'tile')}, "
+        f"{total_bytes / 1e6:.1f} MB; nothing written"
+    )
     return 1 if failed else 0

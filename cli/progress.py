@@ -4,7 +4,11 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO
+
+from bioptimus.counting import counted
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -35,7 +39,7 @@ class LineProgress:
     def run_started(self, slides: int, *, device: str) -> None:
         """Say how many slides there are and where the model runs."""
         self._slides = slides
-        self._line(f"{slides} slide{'s' * (slides != 1)} on {device}")
+        self._line(f"{counted(slides, 'slide')} on {device}")
 
     def slide_started(self, job: "SlideJob") -> None:
         """Say nothing; the line comes when the slide ends."""
@@ -43,15 +47,14 @@ class LineProgress:
     def slide_planned(self, job: "SlideJob", *, tiles: int, resumed: int) -> None:
         """Say so when a slide goes on where an earlier run ended."""
         if resumed:
-            self._line(f"{job.name}: resuming, {resumed} of {tiles} tiles are done")
+            self._line(f"{job.name}: resuming, {resumed} of {counted(tiles, 'tile')} are done")
 
     def tiles_done(self, job: "SlideJob", count: int) -> None:
         """Say nothing: no bar here."""
 
     def note(self, job: "SlideJob", message: str) -> None:
         """Show a message about a slide."""
-        # Warnings of a slide begin with its file's name already.
-        self._line(f"{job.name}: {message.removeprefix(f'{job.path.name}: ')}")
+        self._line(f"{job.name}: {without_name(message, job.name)}")
 
     def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
         """One line for the slide; its file's path on stdout."""
@@ -214,17 +217,35 @@ def print_result(path: str) -> None:
     sys.stdout.flush()
 
 
+def left_out(skipped: Iterable[tuple[object, str]]) -> Iterator[str]:
+    """One line for each file or folder that was met and is not part of the run."""
+    for path, reason in skipped:
+        # Part of a slide that was taken; the run's report lists it.
+        if not reason.startswith("companion"):
+            yield f"left out: {path} ({reason})"
+
+
+def without_name(text: str, slide: str) -> str:
+    """What is said of a slide without the name in front, where the line has it already.
+
+    Args:
+        text: A message; it may begin with the slide's file name.
+        slide: The slide's path or name.
+    """
+    return text.removeprefix(f"{slide}: ").removeprefix(f"{PurePath(slide).name}: ")
+
+
 def slide_line(name: str, report: "SlideReport") -> str:
     """One slide's outcome on one line."""
     words = [f"{name}: {report.state}"]
     if report.state in ("ok", "stopped") and report.tiles_planned:
-        words.append(f"{report.tiles_done} tiles")
+        words.append(counted(report.tiles_done, "tile"))
         if report.tiles_failed:
-            words.append(f"{report.tiles_failed} failed tiles")
+            words.append(counted(report.tiles_failed, "failed tile"))
         words.append(f"{report.seconds.total:.1f} s")
         words.append(f"{report.tiles_per_second:.0f} tiles/s")
     if report.reason:
-        words.append(report.reason.removeprefix(f"{name}: "))
+        words.append(without_name(report.reason, name))
     return ", ".join(words)
 
 

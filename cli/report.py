@@ -5,6 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
+from bioptimus.counting import counted
+from cli.progress import without_name
+
 
 def report(
     out: Annotated[Path, typer.Argument(help="The --out folder of one or more runs.")],
@@ -32,7 +35,7 @@ def report(
         from bioptimus.report_html import write_html
 
         slides = write_html(out, html)
-        typer.echo(f"{html}: {slides} slides", err=True)
+        typer.echo(f"{html}: {counted(slides, 'slide')}", err=True)
     unfinished = any(each["state"] in ("failed", "stopped") for each in summary.slides.values())
     return 1 if unfinished or summary.missing else 0
 
@@ -54,13 +57,15 @@ def _print_text(summary: Any) -> None:
         failed_tiles += record["tiles_failed"]
     for record in summary.slides.values():
         if record["state"] in ("failed", "stopped"):
-            typer.echo(f"{record['state']}: {record['slide']}: {record['reason']}")
+            reason = without_name(record["reason"], record["slide"])
+            typer.echo(f"{record['state']}: {record['slide']}: {reason}")
     for slide in summary.missing:
         typer.echo(f"missing: {slide}: no run accounted for it; run the same command again")
     for path, reason in summary.skipped.items():
-        typer.echo(f"not a slide: {path} ({reason})")
+        typer.echo(f"left out: {path} ({reason})")
     states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     if summary.missing:
         states += f"{', ' * bool(states)}{len(summary.missing)} missing"
-    typer.echo(f"{len(summary.runs)} runs: {states or 'no slides'}; {tiles} tiles", nl=False)
-    typer.echo(f", {failed_tiles} failed tiles" if failed_tiles else "")
+    runs = counted(len(summary.runs), "run")
+    typer.echo(f"{runs}: {states or 'no slides'}; {counted(tiles, 'tile')}", nl=False)
+    typer.echo(f", {counted(failed_tiles, 'failed tile')}" if failed_tiles else "")

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cli.progress import left_out, without_name
+
 if TYPE_CHECKING:
     from bioptimus.batch.run import RunConfig, RunResult
     from bioptimus.models.types import InferenceMode
@@ -92,10 +94,8 @@ def _show_table(result: "RunResult") -> None:
     if not result.reports:
         console.print("nothing to do: this share of the inputs is empty", highlight=False)
         return
-    for path, reason in result.skipped:
-        if reason.startswith("companion"):
-            continue  # part of a slide that was taken; the run's report lists it
-        console.print(f"not a slide: {path} ({reason})", markup=False, highlight=False)
+    for line in left_out(result.skipped):
+        console.print(line, markup=False, highlight=False)
     if sys.stderr.isatty():
         table = Table("slide", "state", "tiles", "failed tiles", "tiles/s", "seconds", "reason")
         for report in result.reports:
@@ -106,17 +106,11 @@ def _show_table(result: "RunResult") -> None:
                 str(report.tiles_failed),
                 f"{report.tiles_per_second:.0f}",
                 f"{report.seconds.total:.1f}",
-                report.reason,
+                without_name(report.reason, report.slide),
             )
         console.print(table)
-    else:
-        for report in result.reports:
-            if report.state == "failed":
-                console.print(f"failed: {report.reason}", markup=False, highlight=False)
     counts: dict[str, int] = {}
     for report in result.reports:
         counts[report.state] = counts.get(report.state, 0) + 1
     summary = ", ".join(f"{count} {state}" for state, count in counts.items())
-    console.print(
-        f"{summary}; report: {result.run_file}", markup=False, highlight=False, soft_wrap=True
-    )
+    console.print(f"{summary}; report: {result.run_file}", markup=False, highlight=False)

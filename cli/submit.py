@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bioptimus.errors import UsageError
+from cli.progress import left_out
 
 # What follows the action belongs to it, options and all.
 CONTEXT_SETTINGS: dict[str, object] = {"allow_interspersed_args": False}
@@ -121,14 +122,16 @@ def submit(
             setup=tuple(setup or ()),
         ),
     )
-    for skipped in inputs.skipped:
-        typer.echo(f"skipped {skipped.path}: {skipped.reason}", err=True)
+    for line in left_out(inputs.skipped):
+        typer.echo(line, err=True)
     for slide in inputs.slides:
         if slide.problem is not None:
-            typer.echo(f"warning: {slide.problem}; it will be reported as failed", err=True)
+            typer.echo(
+                f"warning: {slide.path}: {slide.problem}; it will be reported as failed", err=True
+            )
     if dry_run:
         typer.echo(job.text(), nl=False)
-        typer.echo(f"{len(job.slides)} slides in {job.tasks} tasks; nothing submitted", err=True)
+        typer.echo(f"{job.size}; nothing submitted", err=True)
         return
     job.write()
     typer.echo(f"wrote {job.script} and {job.slide_list.name} beside it", err=True)
@@ -136,7 +139,7 @@ def submit(
     typer.echo(number)
     where = "" if out is None else f" {shlex.quote(str(out))}"
     for line in (
-        f"{len(job.slides)} slides in {job.tasks} tasks, job {number}",
+        f"{job.size}, job {number}",
         f"  watch    squeue --job {number}",
         f"  logs     tail -n +1 {shlex.quote(str(job.script.parent / 'logs'))}/{number}_*.log",
         f"  stop     scancel {number}",

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bioptimus.counting import counted
 from bioptimus.errors import BioptimusError, UsageError
 from cli import options as opt
+from cli.progress import left_out, without_name
 
 if TYPE_CHECKING:
     from bioptimus.batch.inputs import SlideInput
@@ -98,8 +100,8 @@ def tiles(
         if folder is not None:
             refuse_unwritable(folder, option=option)
     found = find_inputs(inputs, exclude=[out, *([dump] if dump else [])])
-    for path, reason in found.skipped:
-        typer.echo(f"not a slide: {path} ({reason})", err=True)
+    for line in left_out(found.skipped):
+        typer.echo(line, err=True)
     segmenter = None
     if is_tissue_model(tissue):
         from bioptimus.runtime.segmenter import open_segmenter
@@ -124,7 +126,8 @@ def tiles(
             except BioptimusError as exc:
                 # The slide's edge: the others go on.
                 failed += 1
-                typer.echo(f"error: {exc}", err=True)
+                name = slide.path.name
+                typer.echo(f"error: {name}: {without_name(str(exc), name)}", err=True)
     if csv is not None:
         typer.echo(str(csv))
     if failed:
@@ -164,7 +167,7 @@ def _plan_one(
     from bioptimus.tiles import TileSpec
 
     if job.problem is not None:
-        raise SlideOpenError(f"{job.path}: {job.problem}")
+        raise SlideOpenError(f"{job.path.name}: {job.problem}")
     if job.mpp is not None:
         opening = replace(opening, mpp_override=job.mpp)
     if job.mask is not None:
@@ -174,7 +177,7 @@ def _plan_one(
         plan = plan_slide(slide, TileSpec(), planning, segmenter=segmenter)
         level = slide.tile_reader(plan.spec).level
         for warning in (*slide.warnings, *plan.warnings):
-            typer.echo(f"{slide.name}: {warning.removeprefix(f'{slide.name}: ')}", err=True)
+            typer.echo(f"{slide.name}: {without_name(warning, slide.name)}", err=True)
         if table is not None:
             table.add(str(job.path), plan)
         written = ""
@@ -190,7 +193,7 @@ def _plan_one(
             result = dump_tiles(slide, plan, dump / place, max_failed_share=max_failed_tiles)
             for x, y, reason in result.failed:
                 typer.echo(f"{slide.name}: tile at ({x}, {y}) not written: {reason}", err=True)
-            typer.echo(f"{slide.name}: {result.written} tiles written -> {dump / place}")
+            typer.echo(f"{slide.name}: {counted(result.written, 'tile')} written -> {dump / place}")
 
 
 def _drawn(slide: "Slide", plan: "SlidePlan", path: Path) -> bool:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from bioptimus.counting import counted
+
 
 def verify(
     out: Annotated[
@@ -37,8 +39,11 @@ def verify(
     found = check(out, slides=wanted, deep=deep)
     for finding in found.findings:
         typer.echo(f"{finding.path}: {finding.problem}")
-    files = "1 file" if found.files == 1 else f"{found.files} files"
-    problems = "1 finding" if len(found.findings) == 1 else f"{len(found.findings)} findings"
-    typer.echo(f"{files}, {found.rows} tiles, {problems}", err=True)
+    counts = (
+        counted(found.files, "file"),
+        counted(found.rows, "tile"),
+        counted(len(found.findings), "finding"),
+    )
+    typer.echo(", ".join(counts), err=True)
     if found.findings:
         raise typer.Exit(1)

@@ -47,7 +47,7 @@ def test_dry_run_shows_the_script_and_writes_nothing(
     assert f"    '{cohort}/job 1/slides.csv' \\\n    --shard auto \\\n" in shown.out
     assert shown.out.endswith("    --out 'my results'\n")
     assert "4 slides in 3 tasks; nothing submitted" in shown.err
-    assert "notes.xlsx: unknown extension" in shown.err
+    assert "notes.xlsx (unknown extension)" in shown.err
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_unreadable_mask_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_missing_mask_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TissueError, match=r"gone\.png: mask cannot be read: No such file"):
+    with pytest.raises(TissueError, match=r"gone\.png: cannot be read: No such file"):
         load(tmp_path / "gone.png")
 
 

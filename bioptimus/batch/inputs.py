@@ -85,8 +85,8 @@ class SlideInput:
         extra: Further columns of the list, unread.
         size_bytes: Size of the slide from the list; ``size()`` looks it up where it is absent.
         series: Every file of the DICOM series, in order of name; empty for other slides.
-        problem: Why this input cannot be a slide, such as a missing file; the slide fails
-            with these words and the others go on.
+        problem: Why this input cannot be a slide, such as a missing file, without its name;
+            the slide fails with these words and the others go on.
     """
 
     path: Path
@@ -297,7 +297,7 @@ class _Finder:
                 names = sorted((entry.name, _is_folder(entry)) for entry in entries)
         except OSError as exc:
             # Slides may hide in it: the run must not end as if all had been done.
-            problem = f"{folder}: this folder cannot be listed: {exc.strerror}"
+            problem = f"this folder cannot be listed: {exc.strerror}"
             self._add(real, SlideInput(path=folder, relative=below, problem=problem))
             return
         files = {name.lower() for name, is_folder in names if not is_folder}
@@ -464,14 +464,12 @@ def _problem(path: Path) -> str | None:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        kind = "this link points to a missing file" if path.is_symlink() else "no such file"
-        return f"{path}: {kind}"
+        if path.is_symlink():
+            return f"a link to {os.readlink(path)}, which is not there; mount or copy the target"
+        return "no such file; check the path"
     except OSError as exc:
-        return f"{path}: {exc.strerror}"
-    if not stat.S_ISREG(mode):
-        return f"{path}: neither a file nor a folder"
-    foreign = _foreign(path)
-    return foreign and f"{path}: {foreign}"
+        return f"cannot be read ({exc.strerror}); check its permissions and the mount"
+    return _foreign(path) if stat.S_ISREG(mode) else "neither a file nor a folder"
 
 
 def _static_folder(pattern: str) -> Path:

@@ -64,7 +64,7 @@ def _preview(
     job: SlideJob, options: SlideOptions, spec: ModelSpec, segmenter: Segmenter | None
 ) -> SlidePreview:
     if job.problem is not None:
-        raise SlideOpenError(job.problem)
+        raise SlideOpenError(f"{job.path.name}: {job.problem}")
     opening, planning = job_options(job, options)
     with Slide.open(job.path, opening) as slide:
         plan = plan_slide(slide, spec.tile, planning, segmenter=segmenter)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bioptimus.batch.inputs import SlideInput, write_list
+from bioptimus.counting import counted
 from bioptimus.errors import OutputError, SubmitError, UsageError
 
 SCRIPT_NAME = "job.sh"
@@ -120,6 +121,11 @@ class ArrayJob:
         """Width of the array: never wider than there are slides."""
         return min(self.options.tasks, len(self.slides))
 
+    @property
+    def size(self) -> str:
+        """Slides and tasks in words."""
+        return f"{counted(len(self.slides), 'slide')} in {counted(self.tasks, 'task')}"
+
     def text(self) -> str:
         """Return the script.
 
@@ -157,8 +163,7 @@ class ArrayJob:
         return "\n".join(
             [
                 "#!/bin/bash",
-                f"# {len(self.slides)} slides in {self.tasks} tasks. A task that was stopped goes "
-                "on where it was: submit",
+                f"# {self.size}. A task that was stopped goes on where it was: submit",
                 f"# the same script again with: sbatch {shlex.quote(str(self.script))}",
                 *(f"#SBATCH {line}" for line in lines),
                 "",

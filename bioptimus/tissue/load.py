@@ -51,9 +51,11 @@ def load_mask(path: Path, *, dimensions: tuple[int, int], mpp: tuple[float, floa
         elif start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
             mask = _read_geojson(path, dimensions, mpp)
         else:
-            raise TissueError(f"{path.name}: neither PNG nor GeoJSON; save the mask as one of them")
+            raise TissueError(
+                f"mask {path.name}: neither PNG nor GeoJSON; save the mask as one of them"
+            )
     except OSError as exc:
-        raise TissueError(f"{path}: mask cannot be read: {exc.strerror or exc}") from exc
+        raise TissueError(f"mask {path}: cannot be read: {exc.strerror or exc}") from exc
     return TissueMask(
         mask=mask,
         downsample=(dimensions[0] / mask.shape[1], dimensions[1] / mask.shape[0]),
@@ -65,18 +67,18 @@ def load_mask(path: Path, *, dimensions: tuple[int, int], mpp: tuple[float, floa
 def _read_png(path: Path, start: bytes, dimensions: tuple[int, int]) -> npt.NDArray[np.bool_]:
     """Any value but 0, of an image with the slide's shape."""
     if len(start) < 24:
-        raise TissueError(f"{path.name}: truncated PNG")
+        raise TissueError(f"mask {path.name}: truncated PNG")
     width, height = struct.unpack(">II", start[16:24])
     if width * height > MOST_MASK_PIXELS:
         raise TissueError(
-            f"{path.name}: mask of {width} x {height} px is finer than any use of it; "
+            f"mask {path.name}: {width} x {height} px is finer than any use of it; "
             f"save it at about {MASK_MPP:g} µm/px"
         )
     try:
         with Image.open(path) as image:
             values = np.asarray(image)
     except (UnidentifiedImageError, SyntaxError, ValueError, OSError) as exc:
-        raise TissueError(f"{path.name}: PNG cannot be decoded: {exc}") from exc
+        raise TissueError(f"mask {path.name}: PNG cannot be decoded: {exc}") from exc
     _check_shape(path, (width, height), dimensions)
     if values.ndim == 3:
         # Alpha says what is drawn, not what is tissue, unless it is all there is to say.
@@ -90,7 +92,7 @@ def _check_shape(path: Path, size: tuple[int, int], dimensions: tuple[int, int])
     across, down = dimensions[0] / size[0], dimensions[1] / size[1]
     if abs(across / down - 1) > 0.01 + 1.0 / min(size):
         raise TissueError(
-            f"{path.name}: mask of {size[0]} x {size[1]} px does not have the shape of the slide, "
+            f"mask {path.name}: {size[0]} x {size[1]} px does not have the shape of the slide, "
             f"{dimensions[0]} x {dimensions[1]} px; it must cover the whole slide"
         )
 
@@ -102,7 +104,7 @@ def _read_geojson(
     try:
         document = orjson.loads(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
     except orjson.JSONDecodeError as exc:
-        raise TissueError(f"{path.name}: not valid JSON: {exc}") from exc
+        raise TissueError(f"mask {path.name}: not valid JSON: {exc}") from exc
     width = max(1, round(dimensions[0] * mpp[0] / MASK_MPP))
     height = max(1, round(dimensions[1] * mpp[1] / MASK_MPP))
     to_mask = np.array([width / dimensions[0], height / dimensions[1]])
@@ -115,7 +117,7 @@ def _read_geojson(
             outside += 1
     if outside and not inside:
         raise TissueError(
-            f"{path.name}: all of its {outside} polygons lie outside the slide, "
+            f"mask {path.name}: all of its {outside} polygons lie outside the slide, "
             f"{dimensions[0]} x {dimensions[1]} px; coordinates must be level-0 pixels"
         )
     return mask
@@ -138,13 +140,13 @@ def _polygons(path: Path, document: Any) -> Iterator[list[Ring]]:
             for part in parts:
                 yield [_ring(ring) for ring in part]
         except (TypeError, ValueError, IndexError) as exc:
-            raise TissueError(f"{path.name}: a {kind} is malformed: {exc}") from exc
+            raise TissueError(f"mask {path.name}: a {kind} is malformed: {exc}") from exc
     empty_collection = isinstance(document, list) or (
         isinstance(document, dict) and document.get("type") == "FeatureCollection"
     )
     if not found and (shapes or not empty_collection):
         kinds = ", ".join(sorted({kind for kind, _ in shapes})) or "no geometry"
-        raise TissueError(f"{path.name}: holds {kinds}, but no Polygon or MultiPolygon")
+        raise TissueError(f"mask {path.name}: holds {kinds}, but no Polygon or MultiPolygon")
 
 
 def _geometries(node: Any) -> Iterator[tuple[str, Any]]:
