@@ -81,6 +81,8 @@ class Silent:
 
     def loading(self, model: str) -> None: ...
 
+    def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None: ...
+
     def run_started(self, slides: int, *, device: str) -> None:
         self.started, self.started_cpu = time.perf_counter(), spent_cpu()
 

@@ -94,6 +94,9 @@ class _Silent:
     def loading(self, model: str) -> None:
         """Nothing."""
 
+    def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None:
+        """Nothing."""
+
     def run_started(self, slides: int, *, device: str) -> None:
         """Nothing."""
 

@@ -167,6 +167,7 @@ class SlideReport:
     warnings: list[str] = field(default_factory=list)
     seconds: Timings = field(default_factory=Timings)
     batches: int = 0
+    batch_size: int = 0
     fill_share: float = 0.0
     extra: dict[str, str] = field(default_factory=dict)
     error: Exception | None = None
@@ -572,6 +573,7 @@ class _SlideWork:
             wait(self._reading)
             statistics = self.client.batch_statistics(asyncio.get_running_loop())
             self.report.batches = statistics.batches
+            self.report.batch_size = self.client.max_batch_size
             self.report.fill_share = statistics.fill
             self.report.seconds.forward = statistics.forward_seconds
             with self.report.seconds.measure("write"):

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -70,12 +70,25 @@ Device = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+
+
+def _batch_size(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r} is neither a number from 1 nor auto.")
+    return int(text)
+
+
 BatchSize = Annotated[
-    int | None,
+    # An int or the word auto, which typer has no type for; _batch_size makes sure of it.
+    Any,
     typer.Option(
         "--batch-size",
-        min=1,
-        help="Most tiles in one forward pass. [default: 48 on an accelerator, 16 on a CPU]",
+        parser=_batch_size,
+        metavar="N|auto",
+        help="Most tiles in one forward pass; auto tries which is the fastest that fits. "
+        "[default: 48 on an accelerator, 16 on a CPU]",
         rich_help_panel=_MODEL,
         show_default=False,
     ),

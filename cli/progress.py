@@ -36,6 +36,10 @@ class LineProgress:
         """Say which model is being loaded."""
         self._line(f"loading {model}")
 
+    def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None:
+        """Say what the search for a batch size came to."""
+        self._line(f"batch size {tiles} on {device}: {reason}")
+
     def run_started(self, slides: int, *, device: str) -> None:
         """Say how many slides there are and where the model runs."""
         self._slides = slides
@@ -76,6 +80,10 @@ class JsonProgress(LineProgress):
     def loading(self, model: str) -> None:
         """Event ``loading``."""
         self._event("loading", model=model)
+
+    def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None:
+        """Event ``batch_size_found``."""
+        self._event("batch_size_found", tiles=tiles, device=device, reason=reason)
 
     def run_started(self, slides: int, *, device: str) -> None:
         """Event ``run_started``."""

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from bioptimus.batch.devices import _Collected, _relay
+from bioptimus.batch.devices import _Collected, _QueueListener, _relay
 from bioptimus.pipeline import SlideJob, SlideReport
 from tests.killed_runs import Silent
 
@@ -64,6 +64,23 @@ def relay(
     events = Busy(process, first)
     _relay(cast(Any, [process]), events, collected, Stop(events, comes=stopped))
     return process.told
+
+
+def test_every_device_tells_the_batch_size_it_found() -> None:
+    class Hears(Silent):
+        def __init__(self) -> None:
+            self.found: list[tuple[int, str, str]] = []
+
+        def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None:
+            self.found.append((tiles, device, reason))
+
+    listener = Hears()
+    collected = _Collected(listener, 1, fail_fast=False)
+    events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+    for number, tiles in enumerate((64, 128)):
+        _QueueListener(events).batch_size_found(tiles, device=f"cuda:{number}", reason="full")
+        collected.take(*events.get_nowait())
+    assert listener.found == [(64, "cuda:0", "full"), (128, "cuda:1", "full")]
 
 
 def test_stop_reaches_processes_that_never_cease_to_report() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -54,6 +55,29 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = Path(done.stdout.strip())
     assert path == out / "lite0" / "CMU-1-Small-Region.h5"
     return path
+
+
+def test_a_batch_size_found_by_trying_changes_speed_alone(embedded: Path, tmp_path: Path) -> None:
+    done = bioptimus(
+        "embed", EXAMPLE_SLIDE, "--out", tmp_path, env={"BIOPTIMUS_EMBED_BATCH_SIZE": "auto"}
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("batch size "))
+    found = int(line.split()[2])
+    assert line.startswith(f"batch size {found} on cpu: ")
+    (record,) = slide_records(tmp_path)
+    assert record["batch_size"] == found
+    with h5py.File(embedded) as fixed, h5py.File(done.stdout.strip()) as auto:
+        np.testing.assert_array_equal(auto["coords"][:], fixed["coords"][:])
+        # Other kernels for other batch lengths: the same to a part in a million, not to a bit.
+        np.testing.assert_allclose(auto["features"][:], fixed["features"][:], rtol=0, atol=2e-5)
+    again = bioptimus("embed", EXAMPLE_SLIDE, "--out", tmp_path, "--batch-size", "3")
+    assert "done already" in again.stderr, "a result does not depend on the batch size"
+
+
+def slide_records(out: Path) -> list[dict[str, Any]]:
+    lines = [line for path in (out / "runs").iterdir() for line in path.read_text().splitlines()]
+    return [record for record in map(json.loads, lines) if record["kind"] == "slide"]
 
 
 def test_file_holds_what_its_contract_says(embedded: Path) -> None:

@@ -37,7 +37,7 @@ def test_dry_run_shows_the_script_and_writes_nothing(
     cohort: Path, capsys: pytest.CaptureFixture[str], at_end: bool
 ) -> None:
     ask = ["--tasks", "3", "-p", "gpu", "--gpus", "1", "--time", "2-00", "--job-folder", "job 1"]
-    words = ["embed", "my slides", "--out", "my results"]
+    words = ["embed", "my slides", "--batch-size", "auto", "--out", "my results"]
     words = [*ask, *words, "--dry-run"] if at_end else [*ask, "--dry-run", *words]
     assert main(["submit", *words]) == 0
     shown = capsys.readouterr()
@@ -45,7 +45,7 @@ def test_dry_run_shows_the_script_and_writes_nothing(
     assert "#SBATCH --array=1-3\n" in shown.out
     assert "#SBATCH --partition=gpu\n#SBATCH --time=2-00\n#SBATCH --gres=gpu:1\n" in shown.out
     assert f"    '{cohort}/job 1/slides.csv' \\\n    --shard auto \\\n" in shown.out
-    assert shown.out.endswith("    --out 'my results'\n")
+    assert shown.out.endswith("    --batch-size auto \\\n    --out 'my results'\n")
     assert "4 slides in 3 tasks; nothing submitted" in shown.err
     assert "notes.xlsx (unknown extension)" in shown.err
 
@@ -54,7 +54,7 @@ def test_dry_run_shows_the_script_and_writes_nothing(
     ("words", "message"),
     [
         (["embed", "my slides", "--no-such-option"], "--no-such-option"),
-        (["embed", "my slides", "--batch-size", "many"], "valid integer"),
+        (["embed", "my slides", "--batch-size", "many"], "neither a number from 1 nor auto"),
         (["embed", "--out", "o", "my slides"], "give the slides right after embed"),
         (["embed", "my slides", "--out", "o", "my slides/a"], "right after embed"),
         (["embed", "my slides", "--shard", "1/2"], "use --tasks"),

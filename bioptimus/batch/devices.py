@@ -207,6 +207,10 @@ class _QueueListener:
     def loading(self, model: str) -> None:
         self._events.put(("loading", {"model": model}))
 
+    def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None:
+        found = {"tiles": tiles, "device": device, "reason": reason}
+        self._events.put(("batch_size_found", found))
+
     def run_started(self, slides: int, *, device: str) -> None:
         self._events.put(("run_started", {"device": device}))
 

@@ -11,7 +11,7 @@ from collections.abc import MutableSequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from bioptimus.batch.claims import Claim
 from bioptimus.batch.inputs import SlideInput, find_inputs, output_path
@@ -43,8 +43,11 @@ from bioptimus.runtime.loader import (
     resolve_model,
     wanted_device,
 )
-from bioptimus.runtime.runners import check_device_name, require_device
+from bioptimus.runtime.runners import check_device_name, default_slots, require_device
 from bioptimus.runtime.segmenter import open_segmenter
+
+if TYPE_CHECKING:
+    from bioptimus.runtime.server_model import BaseServerModel
 
 # How long the main thread waits for a worker before it looks for signals again.
 _WAIT_SECONDS = 0.2
@@ -64,7 +67,8 @@ class RunConfig:
         sha256: Digest that the checkpoint must have.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; several with commas for
             `bioptimus.batch.devices.run_on_devices`.
-        batch_size: Most tiles in one forward pass; None: 48 on an accelerator, 16 on a CPU.
+        batch_size: Most tiles in one forward pass; None: 48 on an accelerator, 16 on a CPU;
+            ``auto``: the largest that fits and makes the model faster, found by trying.
         max_wait_ms: How long a part-filled batch waits, from the arrival of its oldest tile.
         workers: Slides under way at once; None: chosen from the cores.
         readers: Threads that read tiles, shared by all slides; None: chosen from the cores.
@@ -84,7 +88,7 @@ class RunConfig:
     checkpoint: Path | None = None
     sha256: str | None = None
     device: str = "auto"
-    batch_size: int | None = None
+    batch_size: int | Literal["auto"] | None = None
     max_wait_ms: float = 30.0
     workers: int | None = None
     readers: int | None = None
@@ -147,6 +151,9 @@ class RunListener(SlideListener, Protocol):
 
     def loading(self, model: str) -> None:
         """The model is about to be loaded."""
+
+    def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None:
+        """Batches of so many tiles were found the fastest; why not more."""
 
     def run_started(self, slides: int, *, device: str) -> None:
         """The model is loaded; so many slides are to do."""
@@ -311,10 +318,9 @@ def _run_jobs(
     segmenter = None
     if is_tissue_model(config.slide.plan.tissue):
         segmenter = open_segmenter(config.slide.plan.tissue, device=device)
+    passes = min(plan.passes, default_slots(model.device))
+    batch_size = _batch_size(config, model, passes=passes, listener=listener)
     listener.run_started(len(work.jobs), device=model.device)
-    batch_size = config.batch_size or (
-        _BATCH_ON_CPU if model.device == "cpu" else _BATCH_ON_ACCELERATOR
-    )
     with (
         InProcessClient(model, max_batch_size=batch_size, max_wait_ms=config.max_wait_ms) as client,
         ThreadPoolExecutor(plan.readers, thread_name_prefix="reader") as readers,
@@ -337,6 +343,21 @@ def _run_jobs(
             failed=failed,
         )
         return workers.run(plan.workers)
+
+
+def _batch_size(
+    config: RunConfig, model: "BaseServerModel", *, passes: int, listener: RunListener
+) -> int:
+    """Most tiles of one pass, of which so many may run side by side."""
+    if config.batch_size != "auto":
+        return config.batch_size or (
+            _BATCH_ON_CPU if model.device == "cpu" else _BATCH_ON_ACCELERATOR
+        )
+    from bioptimus.runtime.batch_size import find_batch_size
+
+    found = find_batch_size(model, config.slide.mode, passes=passes)
+    listener.batch_size_found(found.tiles, device=model.device, reason=found.reason)
+    return found.tiles
 
 
 @dataclass

@@ -147,6 +147,11 @@ class BaseServerModel:
         return self._runner.device
 
     @property
+    def max_batch(self) -> int | None:
+        """Most tiles of one pass; longer batches are run in parts. None: no limit known."""
+        return self._runner.max_batch
+
+    @property
     def checkpoint_path(self) -> Path:
         """The file that the model was loaded from.
 
@@ -434,7 +439,7 @@ class BaseServerModel:
             },
             "modes": [mode.value for mode in InferenceMode if spec.supports(mode)],
             "device": self.device,
-            "max_batch": self._runner.max_batch,
+            "max_batch": self.max_batch,
             "checkpoint": "" if self._path is None else self._path.name,
             "checkpoint_sha256": self.checkpoint_sha256,
             "config": spec.to_dict(),
