@@ -16,7 +16,10 @@ def doctor(
     model: Annotated[
         bool, typer.Option(help="Load the built-in model and run it on one tile.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", envvar="BIOPTIMUS_DOCTOR_JSON", help="Print JSON instead of lines."),
+    ] = False,
 ) -> None:
     """Try every part that a run needs on this machine, one line each.
 

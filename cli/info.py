@@ -34,7 +34,10 @@ def info(
         ),
     ] = "auto",
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON list instead of text.")
+        bool,
+        typer.Option(
+            "--json", envvar="BIOPTIMUS_INFO_JSON", help="Print one JSON list instead of text."
+        ),
     ] = False,
 ) -> None:
     """Show format, levels, resolution and where it comes from, and warnings.

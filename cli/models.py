@@ -18,7 +18,9 @@ TRUST = "Loading a .pt2 runs code from it: load only files you trust, and pin th
 
 @app.command("list")
 def list_models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar="BIOPTIMUS_MODELS_LIST_JSON", help="Print JSON.")
+    ] = False,
 ) -> None:
     """List the models known by name: those that run, and those whose weights can be exported."""
     from bioptimus.models.facts import FACTS
@@ -67,7 +69,9 @@ def show(
     sha256: Annotated[
         str | None, typer.Option(help="Fail unless the file has this SHA-256 digest.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar="BIOPTIMUS_MODELS_SHOW_JSON", help="Print JSON.")
+    ] = False,
 ) -> None:
     """Show everything known about a model or a .pt2 file. Nothing in the file is run."""
     found = _describe(model, sha256)
@@ -93,7 +97,11 @@ def export(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--as", help="Which known model it is (`bioptimus models list`)."),
+        typer.Option(
+            "--as",
+            envvar="BIOPTIMUS_MODELS_EXPORT_AS",
+            help="Which known model it is (`bioptimus models list`).",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name that the file will carry.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",

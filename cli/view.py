@@ -73,7 +73,10 @@ def view(
     ] = True,
     width_px: Annotated[int, typer.Option("--width-px", help="Width of a PNG in pixels.")] = 1600,
     file_format: Annotated[
-        Format, typer.Option("--format", help="PNG, or SVG and PDF for print.")
+        Format,
+        typer.Option(
+            "--format", envvar="BIOPTIMUS_VIEW_FORMAT", help="PNG, or SVG and PDF for print."
+        ),
     ] = Format.PNG,
 ) -> None:
     """Draw what is in a result file: overview, embedding map, heatmaps, clusters, like tiles.

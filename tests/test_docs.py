@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from cli.main import app
@@ -45,6 +46,26 @@ def test_an_option_can_be_set_under_the_name_the_reference_gives(tmp_path: Path)
     )
     assert done.exit_code == 2
     assert "--width-px" in done.output
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.title)
+def test_an_options_variable_is_named_after_its_command_and_itself(
+    entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = get_command(app)
+    context = command.context_class(command, info_name="bioptimus", **command.context_settings)
+    for word in entry.words:
+        command = command.commands[word]  # type: ignore[attr-defined]
+        context = command.context_class(command, info_name=word, parent=context)
+    for parameter in parameters(entry):
+        # Those that print something and end have none.
+        if is_argument(parameter) or parameter.is_eager or not parameter.expose_value:
+            continue
+        option = next(word for word in parameter.opts if word.startswith("--"))
+        name = "_".join(["BIOPTIMUS", *entry.words, option[2:]]).upper().replace("-", "_")
+        assert f"`{name}`" in section(entry.title)
+        monkeypatch.setenv(name, "what the user set")
+        assert parameter.resolve_envvar_value(context) == "what the user set", name
 
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
