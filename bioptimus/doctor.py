@@ -442,13 +442,21 @@ def _temporary_folder() -> Iterator[Finding]:
 
 
 def _cache_folder() -> Iterator[Finding]:
-    from bioptimus.runtime.cache import cache_folder
+    from bioptimus.runtime.cache import cache_folder, limit_bytes, size_by_kind
 
     folder = cache_folder("doctor")
     with tempfile.NamedTemporaryFile(dir=folder):
-        size = sum(entry.stat().st_size for entry in folder.parent.rglob("*") if entry.is_file())
+        sizes = size_by_kind()
     folder.rmdir()
-    yield _ok("cache folder", f"{folder.parent}, writable, {size / 2**20:.0f} MiB")
+    parts = [f"{name} {_in_mb(size)}" for name, size in sizes.items() if size]
+    fact = f"{folder.parent}, writable, {_in_mb(sum(sizes.values()))}"
+    if parts:
+        fact += f" ({', '.join(parts)})"
+    yield _ok("cache folder", f"{fact}; pruned above {limit_bytes() / 1e9:g} GB")
+
+
+def _in_mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.0f} MB"
 
 
 def _open_files() -> Iterator[Finding]:

@@ -1,14 +1,32 @@
 """The user's cache folder: what can be made again, such as the built-in and compiled models."""
 
+import contextlib
+import fcntl
 import logging
 import os
 import secrets
+import shutil
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from bioptimus.errors import CheckpointError
 
 log = logging.getLogger(__name__)
+
+# What grows with every model and every version of torch. The rest is small.
+PRUNED_KINDS = ("compiled", "unpacked", "checksums")
+DEFAULT_LIMIT_GB = 20.0
+_DAY_S = 86_400
+OLDEST_DAYS = 90
+"""What nobody used for so long goes, whatever the size."""
+KEPT_DAYS = 7
+"""What somebody used within these stays, whatever the size: where file locks do not work, another
+machine may be using it, and jobs of more than a week are rare."""
+_MARKER = ".used"
+_held: dict[Path, int] = {}
+"""Entry → descriptor of its marker, locked for as long as this process lives."""
 
 
 def cache_folder(kind: str) -> Path:
@@ -60,3 +78,125 @@ def _wanted_root() -> Path:
 def beside(path: Path) -> Path:
     """A name in the same folder that no other process or thread uses, for write-then-rename."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def hold(entry: Path) -> None:
+    """Say that this process uses an entry of the cache, from now until it ends.
+
+    Call it before looking whether the entry is there. The marker beside it tells when it was last
+    used, and the lock on the marker that it is being used. Where no marker can be written, nothing
+    can be pruned either.
+    """
+    marker = entry.with_name(entry.name + _MARKER)
+    try:
+        if entry not in _held:
+            _held[entry] = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.utime(marker)
+        fcntl.flock(_held[entry], fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as exc:
+        log.debug("%s: cannot be marked as used: %s", marker, exc)
+
+
+def limit_bytes() -> float:
+    """What the cache is pruned to: ``$BIOPTIMUS_CACHE_GB``, 20 GB if not set."""
+    text = os.environ.get("BIOPTIMUS_CACHE_GB", "")
+    try:
+        limit = float(text or DEFAULT_LIMIT_GB)
+    except ValueError:
+        limit = -1
+    if not limit >= 0:
+        log.warning("BIOPTIMUS_CACHE_GB=%s: no size in GB; using %g", text, DEFAULT_LIMIT_GB)
+        limit = DEFAULT_LIMIT_GB
+    return limit * 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    path: Path
+    idle_days: float
+    size_bytes: int
+
+
+def prune() -> list[Path]:
+    """Remove from the cache what was not used for long, the least recently used first.
+
+    Gone afterwards is what nobody used for 90 days; and, where the cache is larger than
+    :func:`limit_bytes`, as much as needed of what nobody used for 7 days. Never what a process
+    holds. Call it when something was added, which is when the cache grows.
+
+    Returns:
+        What was removed.
+    """
+    entries = sorted(_entries(), key=lambda entry: -entry.idle_days)
+    excess = sum(entry.size_bytes for entry in entries) - limit_bytes()
+    removed = []
+    for entry in entries:
+        too_old = entry.idle_days > OLDEST_DAYS
+        if (too_old or (excess > 0 and entry.idle_days > KEPT_DAYS)) and _remove(entry.path):
+            removed.append(entry.path)
+            excess -= entry.size_bytes
+    if removed:
+        log.info("cache: removed %d entries that were not used for long", len(removed))
+    return removed
+
+
+def size_by_kind() -> dict[str, int]:
+    """Kind → bytes of the cache, as it is on disk; without folders that cannot be read."""
+    root = cache_folder("compiled").parent
+    return {folder.name: _size(folder) for folder in sorted(root.iterdir()) if folder.is_dir()}
+
+
+def _entries() -> list[_Entry]:
+    found = []
+    for kind in PRUNED_KINDS:
+        names = sorted(os.listdir(cache_folder(kind)))
+        for path in (cache_folder(kind) / name for name in names if not name.endswith(_MARKER)):
+            marker = path.with_name(path.name + _MARKER)
+            with contextlib.suppress(OSError):  # removed by another process meanwhile
+                used = (marker if marker.exists() else path).stat().st_mtime
+                idle = (time.time() - used) / _DAY_S
+                found.append(_Entry(path=path, idle_days=idle, size_bytes=_size(path)))
+    return found
+
+
+def _size(path: Path) -> int:
+    if not path.is_dir():
+        return path.stat().st_size
+    total = 0
+    for inner in path.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += inner.lstat().st_size if not inner.is_dir() else 0
+    return total
+
+
+def _remove(path: Path) -> bool:
+    """Remove an entry unless a process holds it; under another name first, so never by halves."""
+    marker = path.with_name(path.name + _MARKER)
+    try:
+        descriptor = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        if _is_locked(descriptor):
+            return False
+        aside = beside(path)
+        path.rename(aside)
+        shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
+        marker.unlink()
+    except OSError as exc:
+        log.debug("%s: cannot be removed: %s", path, exc)
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock it for this process; whether another's lock forbids that."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as exc:
+        log.debug("no file locks here (%s); what counts is when it was last used", exc)
+    return False

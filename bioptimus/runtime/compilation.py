@@ -21,7 +21,7 @@ from bioptimus.runtime.archive import (
     file_sha256,
     inspect_archive,
 )
-from bioptimus.runtime.cache import beside, cache_folder
+from bioptimus.runtime.cache import beside, cache_folder, hold, prune
 from bioptimus.runtime.machine import processor_features
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ def find_compiled(source: Path, *, device: str) -> Path | None:
     for isa in ("native", "avx2"):
         path = compiled_path(source, device=device, isa=isa)
         if path.exists():
+            hold(path)
             return path
     return None
 
@@ -109,6 +110,7 @@ def compile_portable(
         raise CheckpointError(f"{path}: cannot be written: {exc}") from exc
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    prune()
     return path
 
 

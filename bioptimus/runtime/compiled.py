@@ -23,7 +23,7 @@ import torch
 
 from bioptimus.errors import CheckpointError
 from bioptimus.runtime.archive import ArchiveInfo, Signature, file_sha256
-from bioptimus.runtime.cache import beside, cache_folder
+from bioptimus.runtime.cache import beside, cache_folder, hold, prune
 from bioptimus.runtime.runners import CheckedRunner, available_cores, first_line
 
 log = logging.getLogger(__name__)
@@ -220,6 +220,7 @@ def unpack(info: ArchiveInfo) -> Path:
     """
     folder = cache_folder("unpacked") / file_sha256(info.path)
     temporary = beside(folder)
+    hold(folder)
     try:
         with zipfile.ZipFile(info.path) as archive:
             members = {
@@ -245,6 +246,7 @@ def unpack(info: ArchiveInfo) -> Path:
         raise CheckpointError(f"{info.path}: cannot be unpacked into {folder}: {exc}") from exc
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    prune()
     return folder
 
 
