@@ -22,7 +22,8 @@ SURFACE_RANGE = (0.70, 1.15)
 # The slide is cut in 8 x 8 cells; glass must show in so many of them before a surface is fitted.
 CELLS = 8
 CELLS_WITH_GLASS = 0.35
-MOST_POINTS = 20_000
+# More points fit no better, and BLAS would take threads for their product, which spin afterwards.
+MOST_POINTS = 5_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ THINNEST_UM = 32.0
 # Black that reaches the image's edge is a border that a scanner painted.
 BLACKEST = 40
 # The glass is estimated on an image of about this many pixels a side.
-ESTIMATE_PX = 800
+ESTIMATE_PX = 400
 
 
 def find_tissue(
