@@ -103,11 +103,24 @@ def test_fifty_kills_at_random_moments_lose_nothing(
         assert leftovers(tmp_path / str(folder)) == []
 
 
+@pytest.fixture(scope="module")
+def overlapping(slides: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Undisturbed with four times the tiles, so that a signal surely comes before the end."""
+    out = tmp_path_factory.mktemp("overlapping")
+    done = bioptimus(*_overlapping_words(slides, model), "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def _overlapping_words(slides: Path, model: Path) -> tuple[str | Path, ...]:
+    return ("embed", slides, "--model", model, "--tissue", "none", "--overlap-px", "32")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_first_signal_keeps_what_was_computed_and_exits_with_its_code(
-    slides: Path, model: Path, undisturbed: Path, tmp_path: Path, number: int, code: int
+    slides: Path, model: Path, overlapping: Path, tmp_path: Path, number: int, code: int
 ) -> None:
-    words = ("embed", slides, "--model", model, "--tissue", "none", "--out", tmp_path)
+    words = (*_overlapping_words(slides, model), "--out", tmp_path)
     running = subprocess.Popen(
         command(*words, "--log-json", "--workers", "1"),
         stderr=subprocess.PIPE,
@@ -128,7 +141,7 @@ def test_first_signal_keeps_what_was_computed_and_exits_with_its_code(
     assert states["failed"] == 0
     again = bioptimus(*words)
     assert again.returncode == 0, again.stderr
-    assert_same_files(tmp_path, undisturbed)
+    assert_same_files(tmp_path, overlapping)
 
 
 def test_two_devices_share_the_slides_and_make_each_once(
