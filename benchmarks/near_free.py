@@ -13,14 +13,19 @@ SPEC = ModelSpec(name="near-free", embedding_dim=16, licence="CC0-1.0")
 
 
 class NearFree(nn.Module):
-    """uint8 (N, 224, 224, 3) → (N, 16): one strided convolution and a mean."""
+    """uint8 (N, 224, 224, 3) → (N, 16): a convolution over every fourth pixel, and a mean.
+
+    About 25 µs of CPU a tile. Turning all pixels into floats would take ten times as long, which
+    is as much as reading them: nobody's work would show.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, 16, 16, stride=16)
+        self.patches = nn.Conv2d(3, 16, 4, stride=4)
 
     def forward(self, tiles: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.patches(tiles.permute(0, 3, 1, 2).float() / 255).mean((2, 3))
+        few = tiles[:, ::4, ::4].permute(0, 3, 1, 2).float() / 255
+        result: torch.Tensor = self.patches(few).mean((2, 3))
         return result
 
 
@@ -32,7 +37,7 @@ def near_free() -> nn.Module:
 
 def near_free_checkpoint() -> Path:
     """Its ``.pt2``, made once."""
-    path = cache_folder() / "near-free.pt2"
+    path = cache_folder() / "near-free-2.pt2"
     if not path.exists():
         part = path.with_suffix(".part")
         save(trace(near_free(), SPEC), SPEC, part)

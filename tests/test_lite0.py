@@ -11,11 +11,13 @@ import torch
 from torch.nn import functional
 
 from bioptimus.errors import CheckpointError
+from bioptimus.inference.schemas import ModelRequest
 from bioptimus.models.registry import LITE0_MEASURES, get_spec
 from bioptimus.runtime import builtin
 from bioptimus.runtime.archive import inspect_archive
 from bioptimus.runtime.builtin import builtin_checkpoint, weights_path
 from bioptimus.runtime.lite0 import STAGES, Lite0, lite0_from_weights
+from bioptimus.runtime.loader import build_server_model
 from bioptimus.runtime.runners import open_runner
 
 Weights = dict[str, torch.Tensor]
@@ -112,6 +114,37 @@ def test_the_saved_model_gives_what_the_module_gives(
         expected = model(example_tiles)
     for found, want in zip(runner(example_tiles), expected, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_built_in_model_runs_its_network_and_gives_the_bits_of_its_file(
+    example_tiles: torch.Tensor,
+) -> None:
+    model = build_server_model("lite0", use_compiled=False)
+    assert model.checkpoint_path is not None
+    assert model.checkpoint_path.suffix == ".pt2"
+    requests = [
+        ModelRequest.from_pixels(tile.numpy(), slide_name="", x=0, y=0) for tile in example_tiles
+    ]
+    samples = [model.prepare_sample(request) for request in requests]
+    answers = model.forward_batch(samples, requests, "prediction_with_embedding")
+    runner = open_runner(model.checkpoint_path, device="cpu", spec=model.model_spec)
+    with torch.inference_mode():
+        predictions, embeddings = runner(example_tiles)
+    for answer, prediction, embedding in zip(answers, predictions, embeddings, strict=True):
+        assert np.array_equal(answer.output, prediction.numpy())
+        assert answer.embedding is not None
+        assert np.array_equal(answer.embedding, embedding.numpy())
+
+
+def test_loading_the_built_in_model_does_not_import_torchs_tracer(checkpoint: Path) -> None:
+    code = (
+        "import sys; from bioptimus.runtime import build_server_model; "
+        "build_server_model('lite0', use_compiled=False); print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout.strip() == "False", done.stderr
 
 
 @pytest.fixture

@@ -7,12 +7,16 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bioptimus.errors import CheckpointError
 from bioptimus.models.registry import get_spec
 from bioptimus.models.types import Models
 from bioptimus.runtime.archive import file_sha256, inspect_archive
 from bioptimus.runtime.cache import cache_folder
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -83,15 +87,25 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _make(weights: Path, path: Path) -> None:
+def builtin_network() -> "torch.nn.Module":
+    """The network that the file is exported from; the same bits come out of both.
+
+    Raises:
+        CheckpointError: The package with the weights is missing.
+    """
     import torch
 
-    from bioptimus.runtime.export import save, trace
     from bioptimus.runtime.lite0 import lite0_from_weights
 
-    model = lite0_from_weights(torch.load(weights, map_location="cpu", weights_only=True))
+    weights = torch.load(weights_path(), map_location="cpu", weights_only=True)
+    return lite0_from_weights(weights).eval()
+
+
+def _make(weights: Path, path: Path) -> None:
+    from bioptimus.runtime.export import save, trace
+
     spec = get_spec(Models.LITE0).with_(source_sha256=file_sha256(weights))
-    save(trace(model, spec), spec, path)
+    save(trace(builtin_network(), spec), spec, path)
 
 
 @contextlib.contextmanager

@@ -138,7 +138,19 @@ def build_server_model(
     path = choice.checkpoint
     if use_compiled and (runner := _compiled_twin(choice, device)):
         return kind.from_runner(choice.spec, runner, checkpoint_path=path)
+    if choice.name == Models.LITE0 and (runner := _builtin(choice, device)):
+        return kind.from_runner(choice.spec, runner, checkpoint_path=path)
     return kind(choice.spec, path.name, device, path.parent)
+
+
+def _builtin(choice: ModelChoice, device: str) -> Runner | None:
+    """The built-in network itself, unless another file was given for it."""
+    from bioptimus.runtime.builtin import builtin_checkpoint, builtin_network
+    from bioptimus.runtime.runners import run_module
+
+    if choice.checkpoint != builtin_checkpoint():
+        return None
+    return run_module(builtin_network(), choice.checkpoint, device=device, spec=choice.spec)
 
 
 def _compiled_twin(choice: ModelChoice, device: str) -> Runner | None:

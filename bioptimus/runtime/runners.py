@@ -300,11 +300,39 @@ def open_runner(path: Path, *, device: str, spec: ModelSpec) -> Runner:
             takes or gives something else than the spec says.
         UsageError: The device is not there.
     """
+    info, signature, adapt = _fitting(path, device, spec)
+    return _load(info, signature, device=device, adapt=adapt)
+
+
+def run_module(module: torch.nn.Module, path: Path, *, device: str, spec: ModelSpec) -> Runner:
+    """Run the network that a portable ``.pt2`` was exported from, in its place.
+
+    torch imports its whole tracer to load an archive, which takes longer than torch itself.
+
+    Args:
+        module: The network, in evaluation mode.
+        path: The archive.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        spec: What the caller expects of it.
+
+    Raises:
+        CheckpointError: The archive is damaged, or takes or gives something else.
+        UsageError: The device is not there.
+    """
+    _, signature, adapt = _fitting(path, device, spec)
+    slots = default_slots(device)
+    return PortableRunner(module.to(device), signature, device=device, slots=slots, adapt=adapt)
+
+
+def _fitting(
+    path: Path, device: str, spec: ModelSpec
+) -> tuple[ArchiveInfo, Signature, Callable[[Tensors], Tensors]]:
+    """A file that fits device and spec: about it, what it takes and gives, and how to fit that."""
     info = _inspect_for(path, device)
     signature = info.signature or replace(signature_of(spec), max_batch=info.batch_limit)
     fitted = fit_spec(spec, signature)
     check_fit(path, fitted, signature)
-    return _load(info, signature, device=device, adapt=adapter(fitted, signature))
+    return info, signature, adapter(fitted, signature)
 
 
 def load_runner(path: Path, *, device: str) -> Runner:
