@@ -175,12 +175,16 @@ def _export(bench: Bench, key: str, models: dict[str, Path]) -> None:
         report = export_module(network, spec, path, device=device)
         models[key] = path
     bench.row("export", f"{key}, {size:.0f} M, {precision}", f"{time.perf_counter() - start:.0f} s")
-    bench.row("parity", f"{key} portable to eager fp32", f"cosine {report.worst_random:.6f}")
+    bench.row(
+        "parity",
+        f"{key} portable to eager {report.spec.compared_to}",
+        f"cosine {report.worst_random:.6f}",
+    )
 
 
 def _compile(bench: Bench, key: str, path: Path) -> None:
     from bioptimus.runtime.compilation import compile_portable
-    from bioptimus.runtime.export import random_inputs, worst_cosine
+    from bioptimus.runtime.export import agreement, random_inputs
     from bioptimus.runtime.fitting import expected_inputs
     from bioptimus.runtime.runners import load_runner
 
@@ -192,8 +196,7 @@ def _compile(bench: Bench, key: str, path: Path) -> None:
         wanted = load_runner(path, device=bench.device)(*inputs)
         found = load_runner(compiled, device=bench.device)(*inputs)
     bench.row("compile", f"{key} for {compiled.stem.split('-')[-2]}", f"{seconds:.0f} s")
-    cosine = worst_cosine(wanted, found)
-    bench.row("parity", f"{key} compiled to portable", f"cosine {cosine:.6f}")
+    bench.row("parity", f"{key} compiled to portable", str(agreement(wanted, found)))
 
 
 def _alone(bench: Bench, key: str, path: Path, *, compiled: bool) -> None:

@@ -1,6 +1,8 @@
 """An export is compared with its network before it gets its name, and says what it is."""
 
 import json
+import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,9 @@ from bioptimus.errors import CheckpointError, UsageError
 from bioptimus.inference.schemas import ModelRequest
 from bioptimus.models.facts import FACTS
 from bioptimus.models.types import ModelSpec
+from bioptimus.runtime import export, machine
 from bioptimus.runtime.archive import file_sha256, inspect_archive
-from bioptimus.runtime.export import TileModel, export_module, worst_cosine
+from bioptimus.runtime.export import Agreement, TileModel, agreement, export_module
 from bioptimus.runtime.loader import build_server_model
 from bioptimus.runtime.sources import (
     export_source,
@@ -91,13 +94,113 @@ def test_a_file_that_differs_from_its_network_is_not_written(tmp_path: Path) -> 
     assert [entry.name for entry in tmp_path.iterdir()] == ["fickle.pt2"]
 
 
-def test_cosine_of_shapes_that_differ_or_nan_is_the_worst() -> None:
+def test_agreement_is_that_of_the_worst_row_in_direction_and_in_length() -> None:
     a = torch.ones(2, 3)
-    assert worst_cosine([a], [a]) == 1
-    assert worst_cosine([a * 0], [a * 0]) == 1
-    assert worst_cosine([a], [a[:, :2]]) == -1
-    assert worst_cosine([a], [a * float("nan")]) == -1
-    assert worst_cosine([a], [torch.tensor([[1.0, 1, 1], [-1, -1, -1]])]) == pytest.approx(-1)
+    assert agreement([a], [a]) == agreement([a * 0], [a * 0]) == agreement([], []) == Agreement()
+    of_no_use = Agreement(cosine=-1, length_error=math.inf)
+    assert agreement([a], [a[:, :2]]) == agreement([a], [a * float("nan")]) == of_no_use
+    turned = agreement([a], [torch.tensor([[1.0, 1, 1], [-1, -1, -1]])])
+    assert (turned.cosine, turned.length_error) == pytest.approx((-1, 0))
+    longer = agreement([a, a], [a, torch.tensor([[1.0, 1, 1], [3, 3, 3]])])
+    assert (longer.cosine, longer.length_error) == pytest.approx((1, 2))
+    assert agreement([a * 0], [a]).length_error == math.inf
+
+
+@pytest.mark.parametrize(
+    ("precision", "cosine", "length_error", "good"),
+    [
+        ("fp32", 0.9999, 0.0141, True), ("fp32", 0.99989, 0, False), ("fp32", 1, 0.0142, False),
+        ("bf16", 0.999, 0.0447, True), ("fp16", 0.9989, 0, False), ("fp16", 1, 0.0448, False),
+    ],
+)  # fmt: skip
+def test_the_length_may_be_off_by_no_more_than_the_direction(
+    precision: str, cosine: float, length_error: float, *, good: bool
+) -> None:
+    assert Agreement(cosine=cosine, length_error=length_error).within(precision) is good
+
+
+class WhenTraced(Flat):
+    """Gives its results times something in the file, and as they are when called."""
+
+    def __init__(self, factor: float, scale: float = 1.0) -> None:
+        super().__init__()
+        self.factor, self.scale = factor, scale
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        result = super().forward(images) * self.scale
+        return result * self.factor if torch.compiler.is_exporting() else result
+
+
+@pytest.mark.parametrize(
+    ("network", "precision", "words", "advice"),
+    [
+        (WhenTraced(2.0), "fp32", "length off by 1e+02 %", "does the network give the same in"),
+        (WhenTraced(2.0), "bf16", "length off by 1e+02 %", "try --precision fp32"),
+        (WhenTraced(1.0, 1e6), "fp16", "it gives NaN, infinity or", "try --precision bf16"),
+        (WhenTraced(math.nan), "bf16", "it gives NaN, infinity or", "try --precision fp32"),
+        (WhenTraced(math.nan), "fp32", "it gives NaN, infinity or", "does the network give the"),
+        (WhenTraced(1.0, math.nan), "fp32", "the network itself gives NaN", "are its weights"),
+    ],
+)
+def test_a_file_of_another_scale_or_of_nan_is_refused_with_advice_that_fits(
+    tmp_path: Path, network: nn.Module, precision: str, words: str, advice: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        export_module(network, COLOURED.with_(precision=precision), tmp_path / "file.pt2")
+    assert words in str(caught.value)
+    assert advice in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+class NamesFloat32(Flat):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images.float())
+
+
+def test_where_float64_cannot_be_had_the_file_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = export_module(NamesFloat32(), COLOURED, tmp_path / "a.pt2").spec
+    assert first.compared_to.startswith("float32 (in float64 it fails: ")
+    assert first.worst_cosine == 1
+    monkeypatch.setattr(export, "free_memory", lambda _: 4000)
+    second = export_module(Flat(), COLOURED, tmp_path / "b.pt2").spec
+    assert second.compared_to == "float32 (float64 takes 0.0 GB more, 0.0 GB are free)"
+    monkeypatch.setattr(export, "free_memory", lambda _: 5000)  # 965 weights take 3,860 bytes more
+    assert export_module(Flat(), COLOURED, tmp_path / "c.pt2").spec.compared_to == "float64"
+
+
+def test_a_network_that_fails_is_told_from_one_that_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"flat: the network fails on 9 px tiles: mat1 and"):
+        export_module(Flat(), COLOURED.with_(tile=TileSpec(size_px=9)), tmp_path / "a.pt2")
+
+
+def test_free_memory_is_what_the_system_and_its_container_leave(tmp_path: Path) -> None:
+    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < machine.free_memory("cpu") <= everything
+    assert machine._left_in_container(tmp_path, otherwise=7) == 7
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("active_file 1\ninactive_file 50\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine._left_in_container(tmp_path, otherwise=7) == 7
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert machine._left_in_container(tmp_path, otherwise=7) == 350
+
+
+def test_what_was_compared_stands_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = COLOURED.with_(precision="bf16")
+    report = export_module(Flat(), spec, tmp_path / "f.pt2", real_tiles=random_tiles(3))
+    assert main(["models", "show", str(report.path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line.split()[0]: line[24:].strip() for line in lines}
+    assert shown["spec.compared_to"] == "float64"
+    assert shown["spec.compared_on"] == "4 random tiles, 3 real tiles"
+    real = report.worst_real
+    assert real is not None
+    assert float(shown["spec.worst_cosine"]) == round(min(report.worst_random, real), 7)
+    assert 0 < float(shown["spec.worst_length_error"]) < 0.04
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("bf16", 0.999), ("fp16", 0.999)])
@@ -109,16 +212,19 @@ def test_half_precision_stays_close_to_double_and_halves_the_file(
     network = random_vit(narrow(facts.vit), depth=2)
     spec = facts.spec().with_(embedding_dim=0, precision=precision)
     tiles = sample_tiles(example_slide, spec)
-    exact = TileModel(random_vit(narrow(facts.vit), depth=2), spec.with_(precision="fp32"))
+    exact = TileModel(random_vit(narrow(facts.vit), depth=2).double(), spec, dtype=torch.float64)
     with torch.inference_mode():
-        single = exact(tiles)[0].double()
+        double = exact(tiles)[0]
+    assert double.dtype == torch.float64
     report = export_module(network, spec, tmp_path / "half.pt2", real_tiles=tiles)
     assert report.worst_real is not None
     assert report.worst_real > limit
     model = build_server_model(report.path)
     found = model._runner(tiles)[0]
     assert found.dtype == torch.float32
-    assert functional.cosine_similarity(found.double(), single).min() > limit
+    worst = float(functional.cosine_similarity(found.double(), double).min())
+    assert worst > limit
+    assert report.worst_real == pytest.approx(worst, abs=1e-9)
     assert report.spec.precision == precision
     stored = sum(p.numel() for p in exact.parameters()) * 2
     assert report.path.stat().st_size < stored * 1.2 + 300_000

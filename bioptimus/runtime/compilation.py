@@ -173,7 +173,7 @@ def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
 
 def _compare(source: Path, compiled: Path, *, device: str) -> None:
     """Refuse a compiled program that gives something else than its source."""
-    from bioptimus.runtime.export import LOWEST_COSINE, random_inputs, worst_cosine
+    from bioptimus.runtime.export import agreement, random_inputs
     from bioptimus.runtime.runners import load_runner
 
     info = inspect_archive(source)
@@ -184,14 +184,11 @@ def _compare(source: Path, compiled: Path, *, device: str) -> None:
     wanted = load_runner(source, device=device)(*inputs)
     runner = load_runner(compiled, device=device)
     ones = runner(*(values[:1] for values in inputs))
-    worst = min(
-        worst_cosine(wanted, runner(*inputs)),
-        worst_cosine([output[:1] for output in wanted], ones),
+    worst = agreement(wanted, runner(*inputs)).worst_of(
+        agreement([output[:1] for output in wanted], ones)
     )
-    limit = LOWEST_COSINE[info.spec.precision if info.spec else "fp16"]
-    if worst < limit:
+    if not worst.within(info.spec.precision if info.spec else "fp16"):
         raise CheckpointError(
-            f"{source}: the compiled program gives other results (cosine {worst:.6f}, "
-            f"at least {limit} wanted); use the portable file"
+            f"{source}: the compiled program gives other results ({worst}); use the portable file"
         )
-    log.info("%s: compiled, worst cosine to the portable program %.7f", source, worst)
+    log.info("%s: compiled, to the portable program at worst %s", source, worst)

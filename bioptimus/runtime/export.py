@@ -2,24 +2,28 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from bioptimus.errors import CheckpointError
+from bioptimus.errors import CheckpointError, release_frames
 from bioptimus.models.types import ModelSpec
-from bioptimus.runtime.archive import DESCRIPTION, TensorSpec
+from bioptimus.runtime.archive import DESCRIPTION, TensorSpec, inspect_archive
 from bioptimus.runtime.cache import beside
 from bioptimus.runtime.fitting import expected_inputs, expected_outputs, pool_tokens
-from bioptimus.runtime.runners import open_runner
+from bioptimus.runtime.machine import free_memory
+from bioptimus.runtime.runners import first_line, open_runner
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +35,10 @@ EXAMPLE_BATCH = 16
 
 LOWEST_COSINE = {"fp32": 0.9999, "bf16": 0.999, "fp16": 0.999}
 """What a program's outputs must reach against the model it was made from, by precision."""
+
+# Of the memory that is free, for float64 weights of the reference; the rest is for what a pass
+# makes and for those who use the machine too.
+_SHARE_FOR_WEIGHTS = 0.8
 
 
 def trace(module: nn.Module, spec: ModelSpec, *, device: str = "cpu") -> ExportedProgram:
@@ -120,18 +128,25 @@ class TileModel(nn.Module):
     Args:
         network: Takes (N, C, H, W); gives (N, D), tokens (N, T, D), or a tuple of outputs.
         spec: Mean, std, layout, pooling, prefix tokens, precision.
+        dtype: Of the network, where it is another than the specification's precision; for
+            float64 everything is, what comes out too.
     """
 
     mean: torch.Tensor
     std: torch.Tensor
 
-    def __init__(self, network: nn.Module, spec: ModelSpec) -> None:
+    def __init__(
+        self, network: nn.Module, spec: ModelSpec, *, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.network = network
         self.spec = spec
+        self.dtype = dtype or _DTYPES[spec.precision]
+        # What is around the network, also around one of half precision.
+        self.outer = torch.float64 if self.dtype == torch.float64 else torch.float32
         shape = (1, spec.channels, 1, 1)
-        self.register_buffer("mean", torch.tensor(spec.mean).view(shape))
-        self.register_buffer("std", torch.tensor(spec.std).view(shape))
+        self.register_buffer("mean", torch.tensor(spec.mean, dtype=self.outer).view(shape))
+        self.register_buffer("std", torch.tensor(spec.std, dtype=self.outer).view(shape))
 
     def forward(self, tiles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """See the class."""
@@ -139,14 +154,13 @@ class TileModel(nn.Module):
 
     def run(self, tiles: torch.Tensor, *extra: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Normalise, compute, pool."""
-        dtype = _DTYPES[self.spec.precision]
         if self.spec.input_layout == "nhwc_uint8":
-            tiles = (tiles.permute(0, 3, 1, 2).float() / 255.0 - self.mean) / self.std
-        images = tiles.to(dtype, memory_format=torch.contiguous_format)
-        outputs = self.network(images, *(values.to(dtype) for values in extra))
+            tiles = (tiles.permute(0, 3, 1, 2).to(self.outer) / 255.0 - self.mean) / self.std
+        images = tiles.to(self.dtype, memory_format=torch.contiguous_format)
+        outputs = self.network(images, *(values.to(self.dtype) for values in extra))
         if isinstance(outputs, torch.Tensor):
             outputs = (outputs,)
-        *others, last = (output.float() for output in outputs)
+        *others, last = (output.to(self.outer) for output in outputs)
         if self.spec.makes_embedding and last.ndim == 3:
             last = pool_tokens(
                 last, pooling=self.spec.pooling, prefix_tokens=self.spec.prefix_tokens
@@ -164,9 +178,43 @@ class TileAndRnaModel(TileModel):
         return self.run(tiles, bulk_rna)
 
 
-def tile_model(network: nn.Module, spec: ModelSpec) -> TileModel:
+def tile_model(
+    network: nn.Module, spec: ModelSpec, *, dtype: torch.dtype | None = None
+) -> TileModel:
     """The network with what its specification says around it."""
-    return (TileAndRnaModel if spec.rna_dim else TileModel)(network, spec)
+    return (TileAndRnaModel if spec.rna_dim else TileModel)(network, spec, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How near two runs are to each other, at the worst of their rows.
+
+    Attributes:
+        cosine: Least cosine between two rows; -1 where shapes differ or values are not finite.
+        length_error: Largest difference of two rows' lengths (Euclidean norms), as a share of the
+            wanted one. The cosine is blind to scale: twice the values have a cosine of 1.
+    """
+
+    cosine: float = 1.0
+    length_error: float = 0.0
+
+    def within(self, precision: str) -> bool:
+        """Whether it is what a program of this precision must reach."""
+        lowest = LOWEST_COSINE[precision]
+        # A cosine of c stands for an error of sqrt(2 (1 - c)) lengths across the row: along it,
+        # no more than that is allowed either.
+        return self.cosine >= lowest and self.length_error <= math.sqrt(2 * (1 - lowest))
+
+    def worst_of(self, other: Self) -> Self:
+        """The worse of both, each by itself."""
+        return type(self)(
+            cosine=min(self.cosine, other.cosine),
+            length_error=max(self.length_error, other.length_error),
+        )
+
+    def __str__(self) -> str:
+        """Such as ``cosine 0.999998, length off by 0.01 %``."""
+        return f"cosine {self.cosine:.6f}, length off by {100 * self.length_error:.2g} %"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +223,8 @@ class ExportReport:
 
     Attributes:
         path: The file written.
-        spec: The description inside.
-        worst_random: Least cosine to the eager float32 network over random tiles.
+        spec: The description inside, with what the comparison came to.
+        worst_random: Least cosine to the eager network over random tiles.
         worst_real: The same over real tiles; None where none were given.
     """
 
@@ -196,8 +244,9 @@ def export_module(
 ) -> ExportReport:
     """Write a network as a self-describing portable ``.pt2``, if the file gives what it gives.
 
-    The file is loaded again and compared with the eager network in float32, on random tiles and
-    on real ones; a file that fails is not written.
+    The file is loaded again and compared with the eager network in float64, on random tiles and
+    on real ones; a file that fails is not written. Where float64 cannot be had, for want of memory
+    or because the network does not compute in it, the reference is float32, and the file says so.
 
     Args:
         network: Of float32 weights. It is changed: evaluation mode, on ``device``, in the
@@ -208,7 +257,7 @@ def export_module(
         real_tiles: (N, H, W, C) uint8 of the specification's tile size.
 
     Raises:
-        CheckpointError: The network cannot be traced, gives something else than the
+        CheckpointError: The network cannot be run or traced, gives something else than the
             specification says, or the file gives something else than the network.
     """
     network = network.eval().to(device)
@@ -217,10 +266,13 @@ def export_module(
         # Every tile of a slide comes with the same further inputs.
         extra = [values[:1].expand(len(real_tiles), -1) for values in batches[0][1:]]
         batches.append([_as_input(real_tiles, spec), *extra])
-    eager = tile_model(network, spec.with_(precision="fp32")).to(device)
-    with torch.inference_mode():
-        wanted = [[o.cpu() for o in eager(*(v.to(device) for v in batch))] for batch in batches]
+    wanted, compared_to = _reference(network, spec, batches, device=device)
     spec = _complete(spec, wanted[0])
+    if not all(torch.isfinite(output).all() for outputs in wanted for output in outputs):
+        raise CheckpointError(
+            f"{spec.name}: the network itself gives NaN or infinity; are its weights and its mean "
+            "and deviation right?"
+        )
     network.to(_DTYPES[spec.precision])
     program = trace(tile_model(network, spec).to(device), spec, device=device)
     # Behind the checks that every file passes before it runs, and under its final name only then.
@@ -229,15 +281,21 @@ def export_module(
         candidate = folder / path.name
         save(program, spec, candidate)
         runner = open_runner(candidate, device=device, spec=spec)
-        worst = [
-            worst_cosine(want, runner(*batch)) for want, batch in zip(wanted, batches, strict=True)
-        ]
-        if min(worst) < LOWEST_COSINE[spec.precision]:
-            raise CheckpointError(
-                f"{path.name}: not written: its results differ from the network's (worst cosine "
-                f"{min(worst):.6f}, at least {LOWEST_COSINE[spec.precision]} wanted for "
-                f"{spec.precision}); try --precision fp32"
-            )
+        found = [agreement(w, runner(*batch)) for w, batch in zip(wanted, batches, strict=True)]
+        worst = reduce(Agreement.worst_of, found)
+        if not worst.within(spec.precision):
+            raise CheckpointError(f"{path.name}: not written: {_difference(worst, spec)}")
+        spec = spec.with_(
+            compared_to=compared_to,
+            compared_on=", ".join(
+                f"{len(batch[0])} {kind} tiles"
+                for kind, batch in zip(("random", "real"), batches, strict=False)
+            ),
+            worst_cosine=round(worst.cosine, 7),
+            worst_length_error=float(f"{worst.length_error:.2g}"),
+        )
+        save(program, spec, candidate)
+        inspect_archive(candidate)
         candidate.replace(path)
     except OSError as exc:
         raise CheckpointError(f"{path}: cannot be written: {exc}") from exc
@@ -246,8 +304,81 @@ def export_module(
     return ExportReport(
         path=path,
         spec=spec,
-        worst_random=worst[0],
-        worst_real=worst[1] if real_tiles is not None else None,
+        worst_random=found[0].cosine,
+        worst_real=found[1].cosine if real_tiles is not None else None,
+    )
+
+
+def _reference(
+    network: nn.Module, spec: ModelSpec, batches: Sequence[Sequence[torch.Tensor]], *, device: str
+) -> tuple[list[list[torch.Tensor]], str]:
+    """What the network gives for some batches, in float64 if it can, and how it was computed.
+
+    Raises:
+        CheckpointError: The network fails.
+    """
+    reason = _no_room_for_float64(network, device)
+    if not reason:
+        try:
+            return _eager(network, spec, batches, dtype=torch.float64, device=device), "float64"
+        except Exception as exc:  # noqa: BLE001 - the user's own code; anything may come out
+            # Such as a network that names float32 inside, or activations that do not fit.
+            words = "".join(c if c.isprintable() else " " for c in first_line(exc))
+            reason = f"in float64 it fails: {words}"
+            log.info("%s: %s", spec.name, reason)
+            release_frames(exc)
+    try:
+        found = _eager(network, spec, batches, dtype=torch.float32, device=device)
+    except Exception as exc:  # the user's own code; anything may come out of it
+        raise CheckpointError(
+            f"{spec.name}: the network fails on {spec.tile.size_px} px tiles: {first_line(exc)}"
+        ) from exc
+    return found, f"float32 ({reason})"
+
+
+def _eager(
+    network: nn.Module,
+    spec: ModelSpec,
+    batches: Sequence[Sequence[torch.Tensor]],
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> list[list[torch.Tensor]]:
+    model = tile_model(network.to(dtype), spec, dtype=dtype).to(device)
+    with torch.inference_mode():
+        return [[o.cpu() for o in model(*(v.to(device) for v in batch))] for batch in batches]
+
+
+def _no_room_for_float64(network: nn.Module, device: str) -> str:
+    """Why the weights in float64 do not fit beside what is there; empty if they do."""
+    tensors = [*network.parameters(), *network.buffers()]
+    # They are converted in place, one after the other.
+    more = sum(t.numel() * (8 - t.element_size()) for t in tensors if t.is_floating_point())
+    free = free_memory(device)
+    if more <= _SHARE_FOR_WEIGHTS * free:
+        return ""
+    return f"float64 takes {more / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free"
+
+
+def _difference(found: Agreement, spec: ModelSpec) -> str:
+    """What is wrong with a file, and what to do."""
+    if math.isinf(found.length_error) and found.cosine == -1:
+        advice = {
+            "fp16": "fp16 ends at 65,504; try --precision bf16",
+            "bf16": "try --precision fp32",
+            "fp32": "does the network give the same in each call, in evaluation mode?",
+        }
+        return (
+            "it gives NaN, infinity or another number of values where the network does not; "
+            f"{advice[spec.precision]}"
+        )
+    advice_on_precision = "try --precision fp32"
+    if spec.precision == "fp32":
+        advice_on_precision = "does the network give the same in each call, in evaluation mode?"
+    lowest = LOWEST_COSINE[spec.precision]
+    return (
+        f"its results differ from the network's (worst {found}; wanted for {spec.precision} are "
+        f"{lowest} and {100 * math.sqrt(2 * (1 - lowest)):.2g} %); {advice_on_precision}"
     )
 
 
@@ -294,15 +425,20 @@ def random_inputs(specs: Sequence[TensorSpec], *, rows: int) -> list[torch.Tenso
     return inputs
 
 
-def worst_cosine(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
-    """The least cosine between the rows of two runs; -1 where shapes differ or values are NaN."""
-    worst = 1.0
+def agreement(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> Agreement:
+    """How near what was found is to what was wanted, (N, ...) each, row by row."""
+    worst = Agreement()
     for want, have in zip(wanted, found, strict=True):
         if want.shape != have.shape or not torch.isfinite(have).all():
-            return -1.0
+            return Agreement(cosine=-1.0, length_error=math.inf)
         a, b = want.flatten(1).double(), have.flatten(1).double()
-        cosine = torch.nn.functional.cosine_similarity(a, b)
         # Two rows of zeros are the same, though they have no direction.
-        cosine[(a == b).all(1)] = 1.0
-        worst = min(worst, float(cosine.min())) if len(cosine) else worst
+        differ = (a != b).any(1)
+        a, b = a[differ], b[differ]
+        if len(a):
+            cosine = torch.nn.functional.cosine_similarity(a, b)
+            length_error = (b.norm(dim=1) / a.norm(dim=1) - 1).abs()
+            worst = worst.worst_of(
+                Agreement(cosine=float(cosine.min()), length_error=float(length_error.max()))
+            )
     return worst

@@ -1,5 +1,6 @@
-"""What this machine can run: processor, features, and whether a compiled file fits them."""
+"""What this machine can run: processor, memory, and whether a compiled file fits it."""
 
+import os
 import platform
 import re
 from pathlib import Path
@@ -16,6 +17,42 @@ def processor_features() -> frozenset[str]:
         return frozenset()
     found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
     return frozenset(found.group(1).upper().split()) if found else frozenset()
+
+
+def free_memory(device: str) -> int:
+    """Bytes that this process may still take on a device.
+
+    On the CPU of Linux, what the kernel says is available, within the limit of a container; of
+    other systems half the memory there is.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+    """
+    if device != "cpu":
+        import torch
+
+        # What torch keeps for later use is free to it too.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
+    available = int(found.group(1)) * 1024 if found else 0
+    return min(available, _left_in_container(Path("/sys/fs/cgroup"), otherwise=available))
+
+
+def _left_in_container(group: Path, *, otherwise: int) -> int:
+    """What a control group's limit leaves, pages of files that can be dropped not counted."""
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        text = (group / "memory.stat").read_text()
+    except (OSError, ValueError):  # no limit, or another kind of system
+        return otherwise
+    droppable = re.search(r"^inactive_file (\d+)$", text, re.MULTILINE)
+    return limit - used + (int(droppable.group(1)) if droppable else 0)
 
 
 # How torch names a feature set → the Linux flags that all of it needs. A set that is not listed
