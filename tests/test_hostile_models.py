@@ -216,6 +216,17 @@ def test_any_value_in_any_place_is_understood_or_refused(
     assert refusals > 20
 
 
+def test_a_program_that_would_fill_the_memory_with_one_batch_is_refused(
+    members: Members, tmp_path: Path
+) -> None:
+    batch = ("graph_module", "graph", "tensor_values", "tiles", "sizes", 0)
+    for count, words in ((4096, ""), (4097, "batches of 4097")):
+        program = with_value(members[PROGRAM], batch, {"as_int": count})
+        said = refusal(write(tmp_path / "m.pt2", members | {PROGRAM: program}))
+        assert words in said
+        assert bool(said) == bool(words)
+
+
 @pytest.mark.parametrize("name", ["a/../b", "..", "", "a\\b", ".hidden", "tab\there", "c:d"])
 def test_a_name_that_no_folder_can_have_is_refused_at_export(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="model name"):

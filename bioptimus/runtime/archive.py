@@ -42,7 +42,8 @@ _ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 _LARGEST_JSON_BYTES = 1 << 26
 # torch stores members as they are; some zip tools press them, weights by a quarter at best.
 _LARGEST_RATIO = 20
-_LARGEST_BATCH = 1 << 16
+# A program of one fixed batch gets that many tiles however few there are.
+_LARGEST_FIXED_BATCH = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +402,7 @@ def _portable_signature(content: Mapping[str, Any]) -> tuple[Signature, str]:
         bounds = content["range_constraints"].get(symbol[0] or symbol[1], {})
         lower = max(1, int(bounds.get("min_val") or 1))
         upper = None if bounds.get("max_val") is None else int(bounds["max_val"])
-    if not 1 <= lower <= (lower if upper is None else upper) or lower > _LARGEST_BATCH:
+    if not 1 <= lower <= (lower if upper is None else upper) or lower > _LARGEST_FIXED_BATCH:
         raise ValueError(f"batches of {lower} to {upper}")
     signature = Signature(
         inputs=tuple(map(_tensor_spec, inputs)),
