@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from bioptimus.counting import counted
+from bioptimus.errors import UsageError
 from cli.progress import without_name
 
 
@@ -22,10 +23,13 @@ def report(
 ) -> int:
     """Sum up all runs below an output folder and list what is missing.
 
-    Exit code 1 when a slide failed, was stopped, or was never accounted for.
+    Exit code 1 when a slide failed, was stopped, or was never accounted for, or when the folder
+    holds no run.
     """
     from bioptimus.batch.report import read_runs
 
+    if not out.is_dir():
+        raise UsageError(f"{out}: no such folder; give the one that --out named")
     summary = read_runs(out)
     if json:
         _print_json(summary)

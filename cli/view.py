@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bioptimus.errors import UsageError
+from bioptimus.errors import OutputError, UsageError
 
 
 class Format(StrEnum):
@@ -82,21 +82,29 @@ def view(
     """Draw what is in a result file: overview, embedding map, heatmaps, clusters, like tiles.
 
     Without any of the picture options: the overview and, where the file has embeddings, the
-    embedding map. Works without the slide, and is sharper with it.
+    embedding map. Works without the slide, and is sharper with it; says so where it is gone.
     """
     from bioptimus.view.figures import check_installed
     from bioptimus.view.page import PictureOptions
-    from bioptimus.view.source import open_source
+    from bioptimus.view.source import find_slide, open_slide, open_source
     from bioptimus.view.wanted import Wanted, draw_wanted
 
     check_installed()
     if tile is not None and at is not None:
         raise UsageError("--tile and --at both choose a tile; give one of them")
-    source = open_source(file)
-    chosen = tile if at is None else source.tile_at(_location(at))
-    ground = (slide or source.slide_path) if use_slide else None
     if slide is not None and not slide.exists():
         raise UsageError(f"--slide {slide}: no such file")
+    try:
+        source = open_source(file)
+    except OutputError as exc:
+        if file.is_file():
+            raise
+        raise UsageError(str(exc)) from exc
+    chosen = tile if at is None else source.tile_at(_location(at))
+    if slide is not None:
+        open_slide(slide, source).close()
+    elif use_slide:
+        slide = find_slide(source)
     wanted = Wanted(
         overview=overview,
         embedding=embedding,
@@ -106,7 +114,7 @@ def view(
         neighbours=neighbours,
         fit_on=fit_on,
     )
-    options = PictureOptions(width_px=width_px, slide=ground)
+    options = PictureOptions(width_px=width_px, slide=slide if use_slide else None)
     for path in draw_wanted(source, wanted, options, out=out, suffix=file_format.value):
         typer.echo(path)
 

@@ -23,7 +23,8 @@ from bioptimus.report_html.page import render
 from bioptimus.report_html.pictures import SlidePicture, draw_all, paint_over, picture_side
 from bioptimus.tiles import TileSpec
 from bioptimus.view.source import open_source
-from tests.results import Sample, sample_slide, write_result
+from cli.main import main
+from tests.result_files import Sample, sample_slide, write_result
 
 NO_MPP = "no mpp in its metadata; pass --mpp-override"
 HOSTILE = 'x"><script>alert(1)<!--&.svs'
@@ -422,3 +423,14 @@ def test_nothing_scrolls_sideways_on_a_phone_or_a_desk(
     seen = re.search(r"<title>(-?\d+)</title>", browser(page, width_px))
     assert seen
     assert int(seen[1]) <= 0
+
+
+def test_a_folder_that_is_not_there_is_wrong_usage_and_one_without_runs_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    assert main(["report", str(gone)]) == 2
+    words = f"error: {gone}: no such folder; give the one that --out named\n"
+    assert capsys.readouterr().err == words
+    assert main(["report", str(tmp_path)]) == 1
+    assert "is this an --out folder?" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -23,8 +24,8 @@ from bioptimus.view.drawing import Drawing
 from bioptimus.view.figures import cosine_similarity, fit_cohort
 from bioptimus.view.page import PictureOptions
 from bioptimus.view.source import SlidePictures, SlideResult, open_source
-from cli.main import app
-from tests.results import Sample, sample_slide, write_result
+from cli.main import app, main
+from tests.result_files import Sample, sample_slide, write_result
 
 SMALL = PictureOptions(width_px=600)
 
@@ -112,16 +113,17 @@ def test_svg_keeps_its_words_as_text(result_file: Path, tmp_path: Path) -> None:
     assert "0.2 mm" in words, "the scale bar names its length"
 
 
-def test_scale_bar_is_as_long_as_it_says(result_file: Path) -> None:
+def test_scale_bar_is_as_long_as_it_says_and_lies_below_the_map(result_file: Path) -> None:
     figure = figures.draw_overview(open_source(result_file), SMALL)
-    axes = figure.axes[0]
-    label = next(text for text in axes.texts if text.get_text().endswith(" mm"))
-    length_um = float(label.get_text().removesuffix(" mm")) * 1000
-    bars = [patch for patch in axes.patches if patch.get_facecolor()[:3] != (1, 1, 1)]
-    (bar,) = bars
-    assert bar.get_extents().width / figure.dpi > 0.5
-    width_level0 = bar.get_bbox().width  # type: ignore[attr-defined]
-    assert width_level0 * 0.499 == pytest.approx(length_um, rel=1e-6)
+    (bar,) = (axes for axes in figure.axes if any(t.get_text().endswith(" mm") for t in axes.texts))
+    length_um = float(bar.texts[0].get_text().removesuffix(" mm")) * 1000
+    shown = figure.axes[0]
+    shown.apply_aspect()
+    corners = shown.transData.transform([(0, 0), (length_um / 0.499, 0)])
+    assert bar.bbox.width == pytest.approx(corners[1, 0] - corners[0, 0], rel=1e-6)
+    assert bar.bbox.width / figure.dpi > 0.5
+    below = shown.get_position().y0
+    assert below - 0.1 < bar.get_position().y1 < below
 
 
 def test_heatmap_colours_follow_the_values(result_file: Path) -> None:
@@ -214,6 +216,70 @@ def test_crops_are_the_slides_own_pixels_where_it_is_there(
         assert np.abs(again.astype(int) - small).mean() < 12
 
 
+def view(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
+    """Run the command; its exit code and what it says on stderr."""
+    code = main(["view", *map(str, words), "--width-px", "400"])
+    return code, capsys.readouterr().err
+
+
+def test_a_slide_that_has_gone_is_told_in_one_line_with_what_to_do(
+    result_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with h5py.File(result_file, "r+") as file:
+        file.attrs["slide_path"] = str(tmp_path / "gone.svs")
+    code, err = view(capsys, result_file, "--out", tmp_path)
+    assert code == 0
+    assert err == (
+        f"WARNING: {tmp_path}/gone.svs: the slide is not there any more; drawing from the small "
+        "picture in the result; pass --slide PATH where the slide has moved, or --no-slide\n"
+    )
+    assert view(capsys, result_file, "--out", tmp_path, "--no-slide") == (0, "")
+
+
+def test_a_slide_that_is_there_needs_no_word(
+    result_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert view(capsys, result_file, "--out", tmp_path, "--overview") == (0, "")
+
+
+def test_another_slide_than_that_of_the_result_is_refused(
+    result_file: Path, tmp_path: Path, shared_slides: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shared_slides / "aperio" / "small.svs"
+    code, err = view(capsys, result_file, "--out", tmp_path, "--slide", other)
+    assert code == 2
+    assert err == (
+        f"error: {other}: is 16 x 16 px, slide.h5 was made from 2220 x 2967 px\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gone.h5", ""])
+def test_a_path_that_is_no_file_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    code, err = view(capsys, tmp_path / name)
+    assert code == 2
+    assert err.count("\n") == 1
+    (tmp_path / "damaged.h5").write_bytes(b"text")
+    assert view(capsys, tmp_path / "damaged.h5")[0] == 1
+
+
+def test_fewer_clusters_than_asked_for_are_told(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sample.features is not None
+    alike = sample.features.copy()
+    alike[3:] = alike[3]
+    path = write_result(tmp_path / "a.h5", changed(sample, features=alike))
+    code, err = view(capsys, path, "--out", tmp_path, "--clusters", "6", "--no-slide")
+    assert code == 0
+    assert "4 of 6: no more tiles differ" in err
+    figure = figures.draw_clusters(open_source(path), SMALL, count=6)
+    assert any("4 of 6" in text.get_text() for text in figure.texts)
+    figure = figures.draw_clusters(open_source(path), SMALL, count=4)
+    assert not any(" of 4" in text.get_text() for text in figure.texts)
+
+
 @pytest.mark.parametrize("slide", ["gone.svs", "other"])
 def test_a_slide_that_is_gone_or_another_one_leaves_the_thumbnail(
     sample: Sample, result_file: Path, slide: str, shared_slides: Path
@@ -235,6 +301,9 @@ def test_an_empty_slide_has_pictures_too(sample: Sample, tmp_path: Path, kind: s
         "prediction": {"column": "brightness"},
     }
     options = known.get(kind, {})
+    figure = getattr(figures, f"draw_{kind}")(result, SMALL, **options)
+    words = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert "no tiles: no tissue was found" in words
     assert pixels_of(drawn(result, tmp_path / "a.png", kind, **options)).min() < 100
 
 
@@ -276,6 +345,7 @@ def test_one_tile_is_enough_for_every_picture(sample: Sample, tmp_path: Path) ->
         (["--width-px", "10"], "must be 300 to 12000"),
         (["--slide", "nowhere.svs"], "no such file"),
         (["--embedding", "--fit-on", "."], "holds no result files"),
+        (["--embedding", "--fit-on", "gone"], "gone: no such folder"),
     ],
 )
 def test_a_wrong_choice_is_a_usage_error_that_says_what_is_right(

@@ -1,5 +1,6 @@
 """The pictures, drawn with matplotlib (the extra ``view``)."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from bioptimus.view.source import SlidePictures, SlideResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
 
 # The first two lines of a legend for people who do not know the model's words.
 UNITS = {
@@ -44,6 +47,8 @@ def draw_overview(result: SlideResult, options: PictureOptions) -> "Figure":
     page.outline_tissue()
     page.mark_failed()
     page.scale_bar()
+    if not len(result):
+        page.say(_why_empty(result))
     page.head("Tiles", _counts(result))
     page.facts(_overview_facts(result))
     return page.figure
@@ -70,8 +75,8 @@ def draw_embedding(
     page = _map_page(result, options)
     if len(result):
         page.paint(component_colours(units))
+        page.component_key(components, units, cohort=fitted is not None)
     page.head("Embedding map", _counts(result))
-    page.component_key(components, units, cohort=fitted is not None)
     return page.figure
 
 
@@ -99,7 +104,8 @@ def draw_clusters(result: SlideResult, options: PictureOptions, *, count: int) -
 
     Raises:
         UsageError: The file holds no embeddings, or more clusters are asked for than there
-            are colours that people tell apart.
+            are colours that people tell apart. Fewer clusters than asked for, because no more
+            tiles differ, are no error: the picture says so.
     """
     if not 1 <= count <= len(CLUSTER_COLOURS):
         raise UsageError(f"--clusters {count}: must be 1 to {len(CLUSTER_COLOURS)}")
@@ -110,7 +116,11 @@ def draw_clusters(result: SlideResult, options: PictureOptions, *, count: int) -
     if len(result):
         palette = np.array([hex_to_rgb(colour) for colour in CLUSTER_COLOURS], np.uint8)
         page.paint(palette[clusters.labels])
-    page.head("Clusters", _counts(result))
+    found = len(clusters.sizes)
+    fewer = f" · {found} of {count}: no more tiles differ" if 0 < found < count else ""
+    if fewer:
+        log.warning("%s: %d clusters%s", result.name, count, fewer.replace(" · ", ", "))
+    page.head("Clusters", _counts(result) + fewer)
     with SlidePictures(result, options.slide) as pictures:
         page.cluster_legend(clusters, scores, pictures)
     return page.figure
@@ -256,7 +266,14 @@ def _map_page(result: SlideResult, options: PictureOptions) -> Page:
     page = Page(result, options, box=box)
     page.show_ground(ground, pale=True)
     page.scale_bar()
+    if not len(result):
+        page.say(_why_empty(result))
     return page
+
+
+def _why_empty(result: SlideResult) -> str:
+    failed = len(result.failed)
+    return f"no tiles: all {failed:,} failed" if failed else "no tiles: no tissue was found"
 
 
 def _counts(result: SlideResult) -> str:

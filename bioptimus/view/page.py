@@ -31,6 +31,7 @@ _PANEL = 0.245
 EDGE = 0.022
 _HEAD_INCHES = 0.72
 _FOOT_INCHES = 0.16
+_SCALE_INCHES = 0.30
 
 # Height over width of a map at most, so that the page fits a screen; and room for the key.
 TALLEST_MAP = 1.25
@@ -103,11 +104,11 @@ class Page:
         ratio = (box[3] - box[1]) * result.mpp[1] / ((box[2] - box[0]) * result.mpp[0])
         # Long, thin slides: the page stays one that fits a screen, the key keeps its room.
         map_height = min(max(map_width * ratio, _LOWEST_MAP_INCHES), map_width * TALLEST_MAP)
-        height = map_height + _HEAD_INCHES + _FOOT_INCHES
+        height = map_height + _HEAD_INCHES + _SCALE_INCHES + _FOOT_INCHES
         self.figure = Figure(figsize=(PAGE_INCHES, height), dpi=options.dpi)
         self._map_box = (
             EDGE,
-            _FOOT_INCHES / height,
+            (_SCALE_INCHES + _FOOT_INCHES) / height,
             map_width / PAGE_INCHES,
             map_height / height,
         )
@@ -126,6 +127,7 @@ class Page:
         )
         # The key stands beside the picture, also where that is narrower than its place.
         shown = min(map_width, map_height / ratio)
+        self._map_bottom_inches = _HEAD_INCHES + min(map_height, map_width * ratio)
         self._panel_left = EDGE + shown / PAGE_INCHES + 1.2 * EDGE
 
     def grow(self, inches: float) -> None:
@@ -321,38 +323,33 @@ class Page:
             )
 
     def scale_bar(self) -> None:
-        """A bar of a round number of mm, lower left, on a white plate."""
-        from matplotlib.patches import Rectangle
-
-        left, _, right, bottom = self._box
+        """A bar of a round number of mm below the map, where it hides nothing."""
+        left, _, right, _ = self._box
         length_mm = _round_length((right - left) * self._result.mpp[0] / 1000 / 5)
-        length = length_mm * 1000 / self._result.mpp[0]
-        unit = (right - left) / 100
-        tall = unit * self._result.mpp[0] / self._result.mpp[1]
-        x, y = left + 2.2 * unit, bottom - 2.4 * tall
-        plate = Rectangle(
-            (x - unit, y - 4.4 * tall),
-            length + 2 * unit,
-            5.9 * tall,
-            facecolor="white",
-            alpha=0.82,
-            linewidth=0,
-            zorder=8,
+        length_px = length_mm * 1000 / self._result.mpp[0] * self._px_per_level0
+        height = self.figure.get_figheight()
+        axes = self.figure.add_axes(
+            (
+                EDGE,
+                1 - (self._map_bottom_inches + 0.16) / height,
+                length_px / self.figure.dpi / PAGE_INCHES,
+                0.055 / height,
+            )
         )
-        self.axes.add_patch(plate)
-        self.axes.add_patch(
-            Rectangle((x, y - 0.35 * tall), length, 0.7 * tall, color=INK, linewidth=0, zorder=9)
-        )
-        self.axes.text(
-            x + length / 2,
-            y - 0.9 * tall,
-            f"{length_mm:g} mm",
-            ha="center",
-            va="bottom",
-            fontsize=8.5,
+        bare(axes)
+        axes.set_facecolor(INK)
+        axes.text(
+            1.0, 0.5, f"  {length_mm:g} mm", transform=axes.transAxes, va="center", fontsize=8.5,
             color=INK,
-            zorder=9,
-        )
+        )  # fmt: skip
+
+    def say(self, words: str) -> None:
+        """A sentence in the middle of the map, where there is nothing else to show."""
+        self.axes.text(
+            0.5, 0.5, words, transform=self.axes.transAxes, ha="center", va="center",
+            fontsize=13, color=INK, zorder=9,
+            bbox={"facecolor": "white", "alpha": 0.9, "edgecolor": "none", "pad": 8},
+        )  # fmt: skip
 
     def facts(self, facts: list[tuple[str, str]]) -> None:
         """Figures about the slide, and what the marks mean."""

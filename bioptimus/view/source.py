@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from bioptimus.errors import BioptimusError, UsageError
+from bioptimus.errors import BioptimusError, SlideOpenError, UsageError
 from bioptimus.tiles import Tile, TileSpec
 from bioptimus.view.components import Floats, every_nth, sample_step
 from bioptimus.view.lattice import Lattice
@@ -26,6 +26,11 @@ _BLOCK_BYTES = 24 << 20
 # A coarse image of a slide that stores no small level means decoding all of it; beyond this
 # the thumbnail in the file has to do.
 _MAX_LEVEL_PIXELS = 64_000_000
+
+_FALLBACK = (
+    "drawing from the small picture in the result; pass --slide PATH where the slide has moved, "
+    "or --no-slide"
+)
 
 
 class Rows(Protocol):
@@ -270,7 +275,12 @@ class SlidePictures:
 
     def __init__(self, result: SlideResult, slide: Path | None) -> None:
         self._result = result
-        self._slide = _open_slide(slide, result) if slide is not None else None
+        self._slide: Slide | None = None
+        if slide is not None:
+            try:
+                self._slide = open_slide(slide, result)
+            except BioptimusError as exc:
+                logger.warning("%s; %s", exc, _FALLBACK)
 
     def __enter__(self) -> "SlidePictures":
         return self
@@ -337,25 +347,37 @@ class SlidePictures:
         )
 
 
-def _open_slide(path: Path, result: SlideResult) -> "Slide | None":
-    """The opened slide, or None with one log line."""
+def find_slide(result: SlideResult) -> Path | None:
+    """The slide where it lay when the result was made, or None with one warning line.
+
+    To be asked once before several pictures, which would each warn.
+    """
+    try:
+        open_slide(result.slide_path, result).close()
+    except BioptimusError as exc:
+        logger.warning("%s; %s", exc, _FALLBACK)
+        return None
+    return result.slide_path
+
+
+def open_slide(path: Path, result: SlideResult) -> "Slide":
+    """Open the slide of a result.
+
+    Raises:
+        SlideOpenError: It is not there, or cannot be opened.
+        UsageError: It is another slide, as far as its size tells.
+    """
     from bioptimus.io.wsi import OpenOptions, Slide
 
     if not path.exists():
-        logger.info("%s: not there; drawing from the stored thumbnail", path)
-        return None
+        raise SlideOpenError(f"{path}: the slide is not there any more")
     # The resolution that the file was made with, whatever the slide says of itself.
     options = OpenOptions(mpp_override=result.mpp[0], allow_upsample=True)
-    try:
-        slide = Slide.open(path, options)
-    except BioptimusError as exc:
-        logger.warning("%s; drawing from the stored thumbnail", exc)
-        return None
+    slide = Slide.open(path, options)
     if tuple(slide.dimensions) != result.dimensions:
-        logger.warning(
-            "%s: is %s x %s px, the result was made from %s x %s px; drawing from the thumbnail",
-            path.name, *slide.dimensions, *result.dimensions,
-        )  # fmt: skip
         slide.close()
-        return None
+        raise UsageError(
+            f"{path}: is {slide.dimensions[0]} x {slide.dimensions[1]} px, {result.path.name} was "
+            f"made from {result.dimensions[0]} x {result.dimensions[1]} px"
+        )
     return slide

@@ -105,6 +105,8 @@ def _drawings(
 def _embedding(source: SlideResult, wanted: Wanted, options: PictureOptions) -> "Figure":
     if wanted.fit_on is None:
         return figures.draw_embedding(source, options)
+    if not wanted.fit_on.is_dir():
+        raise UsageError(f"--fit-on {wanted.fit_on}: no such folder")
     paths = sorted(wanted.fit_on.rglob("*.h5"))
     if not paths:
         raise UsageError(f"--fit-on {wanted.fit_on}: holds no result files (*.h5)")
