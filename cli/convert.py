@@ -56,9 +56,11 @@ def convert(
     Prints the path of each file or folder written; exits with 1 if a result could not be
     converted, after the others.
     """
+    from bioptimus.batch.places import refuse_unwritable
     from bioptimus.convert import ConvertOptions
     from bioptimus.convert import convert as run
 
+    refuse_unwritable(out, option="--out")
     options = ConvertOptions(geometry=geometry.value, measurements=tuple(measurement or ()))
     failed = False
     for done in run(results, out, to=to.value, options=options, overwrite=overwrite):

@@ -84,12 +84,14 @@ def view(
     Without any of the picture options: the overview and, where the file has embeddings, the
     embedding map. Works without the slide, and is sharper with it; says so where it is gone.
     """
+    from bioptimus.batch.places import refuse_unwritable
     from bioptimus.view.figures import check_installed
     from bioptimus.view.page import PictureOptions
     from bioptimus.view.source import find_slide, open_slide, open_source
     from bioptimus.view.wanted import Wanted, draw_wanted
 
     check_installed()
+    refuse_unwritable(out, option="--out")
     if tile is not None and at is not None:
         raise UsageError("--tile and --at both choose a tile; give one of them")
     if slide is not None and not slide.exists():

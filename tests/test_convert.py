@@ -457,16 +457,38 @@ def test_the_command_knows_every_format() -> None:
         ("spatialdata", "spatialdata", "spatialdata"),
     ],
 )
-def test_an_absent_package_is_named_with_its_extra(
-    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, to: str, package: str, extra: str
+def test_an_absent_package_is_named_once_with_its_extra(
+    tmp_path: Path,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    to: str,
+    package: str,
+    extra: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    (done,) = convert([path], tmp_path / "out", to=to)
-    assert done.problem is not None
-    assert f"needs the package {package}: pip install 'bioptimus-wsi[{extra}]'" in done.problem
+    make_result(path.with_name("another.h5"))
+    out = tmp_path / "out"
+    assert main(["convert", str(path.parent), "--to", to, "--out", str(out)]) == 2
+    # Once, whatever the number of files.
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"needs the package {package}: pip install 'bioptimus-wsi[{extra}]'")
     if to == "h5ad":
         with pytest.raises(OutputError, match="needs the package anndata"):
             open_result(path).to_anndata()
+
+
+def test_an_output_folder_that_cannot_be_made_is_told_once(
+    tmp_path: Path, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_result(path.with_name("another.h5"))
+    (tmp_path / "file").touch()
+    words = ["convert", str(path.parent), "--to", "npz", "--out", str(tmp_path / "file")]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is a file, not a folder" in line
+    with pytest.raises(OutputError, match="cannot be made"):
+        next(convert([path.parent], tmp_path / "file", to="npz"))
 
 
 def test_plain_formats_need_none_of_the_other_packages(path: Path, tmp_path: Path) -> None:

@@ -368,12 +368,20 @@ def test_a_file_without_embeddings_says_how_to_get_them(sample: Sample, tmp_path
         figures.draw_clusters(open_source(path), SMALL, count=3)
 
 
+def test_an_out_that_is_a_file_is_wrong_usage(
+    result_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    code, err = view(capsys, result_file, "--out", tmp_path / "file")
+    assert code == 2
+    assert "is a file, not a folder" in err
+
+
 def test_a_picture_that_cannot_be_written_is_an_output_error(
     result_file: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("")
-    done = CliRunner().invoke(app, ["view", str(result_file), "--out", str(tmp_path / "file")])
-    assert isinstance(done.exception, OutputError)
+    with pytest.raises(OutputError, match="cannot be written"):
+        drawn(open_source(result_file), tmp_path / "gone" / "a.png", "overview")
 
 
 def test_without_matplotlib_the_message_says_what_to_install(

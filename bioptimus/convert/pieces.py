@@ -61,8 +61,8 @@ def measured(result: Result, options: ConvertOptions) -> tuple[str, ...]:
     return result.output_names
 
 
-def missing_package(format_name: str, package: str, extra: str) -> OutputError:
-    """The error that says what to install."""
-    return OutputError(
+def missing_package(format_name: str, package: str, extra: str) -> UsageError:
+    """The error that says what to install; it ends the conversion, being the same for each file."""
+    return UsageError(
         f"{format_name} needs the package {package}: pip install 'bioptimus-wsi[{extra}]'"
     )

@@ -134,8 +134,9 @@ def convert(
         What became of each result, in the order found.
 
     Raises:
-        UsageError: The format is unknown, there is nothing to convert, or two results would
-            become the same file.
+        UsageError: The format is unknown or its package is not installed, there is nothing to
+            convert, or two results would become the same file.
+        OutputError: The output folder cannot be made.
     """
     if to not in FORMATS:
         raise UsageError(f"{to}: no such format; known are {', '.join(FORMATS)}")
@@ -145,6 +146,8 @@ def convert(
         for source, relative in find_results(arguments, exclude=out).items()
     ]
     _refuse_collisions(plans)
+    with output_errors(out, "cannot be made", advice="choose another --out"):
+        out.mkdir(parents=True, exist_ok=True)
     for plan in plans:
         yield _convert(plan, out, overwrite=overwrite)
 
@@ -188,8 +191,7 @@ def _convert(plan: Conversion, out: Path, *, overwrite: bool) -> Converted:
 
 def _check_space(plan: Conversion, out: Path) -> None:
     """Refuse early: some of the libraries end the process when a disk fills up under them."""
-    with output_errors(out, "cannot be made", advice="choose another --out"):
-        out.mkdir(parents=True, exist_ok=True)
+    with output_errors(out, "cannot be read", advice="choose another --out"):
         free = shutil.disk_usage(out).free
     if free < plan.needed_bytes:
         raise OutputError(
