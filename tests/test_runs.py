@@ -17,6 +17,7 @@ import pytest
 
 from bioptimus.batch.report import read_runs
 from bioptimus.batch.run import RunConfig, run
+from bioptimus.batch.stage import Stager
 from bioptimus.pipeline import SlideJob, SlideOptions
 from bioptimus.planning import PlanOptions
 from bioptimus.tiles import TileSpec
@@ -297,6 +298,33 @@ def test_ctrl_c_while_the_processes_of_devices_start_stops_them_without_a_traceb
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert f"{SLIDES} stopped" in done.stderr
+
+
+def test_slides_that_are_done_are_not_staged_again(
+    slides: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[str] = []
+    copy_file = Stager._copy_file
+
+    def noted(stager: Stager, source: Path, target: Path) -> bool:
+        copied.append(source.name)
+        return copy_file(stager, source, target)
+
+    monkeypatch.setattr(Stager, "_copy_file", noted)
+    config = RunConfig(
+        inputs=(str(slides),),
+        out=tmp_path / "out",
+        model=str(model),
+        stage=tmp_path / "local",
+        slide=SlideOptions(plan=PlanOptions(tissue="none")),
+    )
+    made = run(config, listener=Silent(), stop=Silent()).reports
+    Path(made[2].output).unlink()
+    first, copied[:] = sorted(copied), []
+    again = run(config, listener=Silent(), stop=Silent()).reports
+    assert [report.state for report in again] == ["skipped"] * 2 + ["ok"] + ["skipped"] * 3
+    assert first == sorted(path.name for path in slides.iterdir())
+    assert copied == ["slide 2.tif"]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import gc
 import threading
 from collections.abc import Iterator, MutableSequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -331,7 +332,8 @@ def _run_jobs(
         else contextlib.nullcontext() as stager,
     ):
         if stager is not None:
-            stager.plan(work.slides)
+            pairs = zip(work.slides, work.jobs, strict=True)
+            stager.plan(slide for slide, job in pairs if not _is_made(job, config))
         workers = _Workers(
             work=work,
             config=config,
@@ -483,11 +485,11 @@ class _Workers:
         try:
             claim = Claim.take(job.output)
             if claim is None:
-                if self.stager is not None:
-                    self.stager.drop(slide)
+                self._drop(slide)
                 return self._left(job, "skipped", "another job is at work on it")
             with claim:
                 if self.failed[index]:
+                    self._drop(slide)
                     return self._left(job, "skipped", "it failed on another device")
                 report = self._claimed(slide, job)
                 # Still under the claim: whoever takes it next has to know.
@@ -507,7 +509,7 @@ class _Workers:
         )
 
     def _claimed(self, slide: SlideInput, job: SlideJob) -> SlideReport:
-        with self.stager.staged(slide) if self.stager else contextlib.nullcontext() as staged:
+        with self._staged(slide, job) as staged:
             return process_slide(
                 replace(job, read_path=staged),
                 client=self.client,
@@ -517,3 +519,22 @@ class _Workers:
                 listener=self.listener,
                 segmenter=self.segmenter,
             )
+
+    def _staged(self, slide: SlideInput, job: SlideJob) -> AbstractContextManager[Path | None]:
+        """Give the path of the slide's copy; None to read it where it lies."""
+        if self.stager is None:
+            return contextlib.nullcontext()
+        if _is_made(job, self.config):
+            # Another job's work of a moment ago, it may be.
+            self._drop(slide)
+            return contextlib.nullcontext()
+        return self.stager.staged(slide)
+
+    def _drop(self, slide: SlideInput) -> None:
+        if self.stager is not None:
+            self.stager.drop(slide)
+
+
+def _is_made(job: SlideJob, config: RunConfig) -> bool:
+    """Whether the result is there to stay: of its slide no more is read than tells whose it is."""
+    return job.output.exists() and not config.slide.overwrite
