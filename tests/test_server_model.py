@@ -335,6 +335,11 @@ def test_rna_shared_by_a_slide_is_transformed_once_and_only_if_it_cannot_change(
     fixed.flags.writeable = False
     first, second = (model.prepare_sample(rna_request(fixed)) for _ in range(2))
     assert first.extra_tensors["bulk_rna"] is second.extra_tensors["bulk_rna"]
+    other = fixed * 2
+    other.flags.writeable = False
+    model.prepare_sample(rna_request(other))
+    again = model.prepare_sample(rna_request(fixed))
+    assert again.extra_tensors["bulk_rna"] is first.extra_tensors["bulk_rna"], "two slides in turn"
     loose = np.ones(GENES, np.float32)
     before = model.prepare_sample(rna_request(loose)).extra_tensors["bulk_rna"]
     loose[:] = 0
