@@ -117,11 +117,6 @@ class Claim:
         _heart.add(claim)
         return claim
 
-    @property
-    def lost(self) -> bool:
-        """Whether the claim was taken over or removed: another process may do the slide now."""
-        return self._lost
-
     def release(self) -> None:
         """Give the slide free. Twice is once; after a fork, the child's copy does nothing."""
         if self._released or self._pid != os.getpid():
