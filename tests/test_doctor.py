@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bioptimus import doctor
-from bioptimus.doctor import Finding, examine, read_tiny_slide, write_tiny_slide
+from bioptimus.doctor import Finding, examine, installation
+from bioptimus.doctor.trials import read_tiny_slide, write_tiny_slide
 from bioptimus.io.wsi import TileReader
 from cli.main import app
 
@@ -143,7 +143,7 @@ def test_a_library_that_fails_to_load_does_not_hide_the_other_findings(
 
 
 def test_pictures_are_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_installed", lambda _: "")
+    monkeypatch.setattr(installation, "installed", lambda _: "")
     found = named(examine(out=tmp_path, with_model=False), "pictures")
     assert found.status == "warning"
     assert "bioptimus-wsi[view]" in found.advice
