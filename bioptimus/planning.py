@@ -24,7 +24,7 @@ from bioptimus.tissue import (
     load_mask,
     tissue_ratios,
 )
-from bioptimus.tissue.mask import SCANNED_OPACITY
+from bioptimus.tissue.mask import SCANNED_OPACITY, SPECKS
 
 # Tissue is judged at this scale whatever the tile's own, so that changing the model does not
 # change what tissue is.
@@ -277,6 +277,13 @@ def _why_empty(
         return (
             f"smaller than one tile: the slide has {width} x {height} px, a tile takes "
             f"{across:.0f} x {down:.0f} of them; is it a thumbnail, or its mpp wrong?",
+        )
+    if mask.emptied_by == SPECKS:
+        # A picture of a whole slide taken for one at full scale ends here, too.
+        smallest_mm2 = TissueOptions().min_object_um2 / 1e6
+        return (
+            f"no tissue: every stained piece is smaller than {smallest_mm2:g} mm² at "
+            f"{grid.mpp[0]:.3g} µm/px; if that scale is wrong, pass --mpp-override",
         )
     if mask.emptied_by is not None:
         return (f"no tissue: nothing was left after the step '{mask.emptied_by}'",)

@@ -117,6 +117,16 @@ def test_blank_slide_plans_no_tiles_and_says_why() -> None:
     assert plan.warnings == ("no tissue: nothing was left after the step 'no stain'",)
 
 
+def test_tissue_too_small_to_be_some_is_told_with_the_scale_that_makes_it_so() -> None:
+    pixels = np.full((100, 100, 3), 240, dtype=np.uint8)
+    pixels[40:50, 40:50] = (200, 120, 170)
+    plan = plan_slide(FakeSlide(pixels), SPEC)
+    assert plan.warnings == (
+        "no tissue: every stained piece is smaller than 0.04 mm² at 0.5 µm/px; if that scale is "
+        "wrong, pass --mpp-override",
+    )
+
+
 def test_places_that_cannot_be_read_are_planned_so_that_their_loss_is_told() -> None:
     damaged = np.zeros((140, 140), dtype=np.bool_)
     damaged[:14, 28:42] = True

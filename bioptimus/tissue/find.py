@@ -7,7 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.tissue.background import Background, estimate_background
-from bioptimus.tissue.mask import SCANNED_OPACITY, TissueMask, TissueOptions, TissueStep, full_mask
+from bioptimus.tissue.mask import (
+    SCANNED_OPACITY,
+    SPECKS,
+    TissueMask,
+    TissueOptions,
+    TissueStep,
+    full_mask,
+)
 from bioptimus.tissue.pen import find_pen
 from bioptimus.tissue.stain import STEP, measure_stain
 
@@ -68,7 +75,7 @@ def find_tissue(
         largest_hole_px=options.max_hole_um2 / area_um2,
     )
     mask &= allowed
-    steps.append(_step("specks", mask))
+    steps.append(_step(SPECKS, mask))
     return TissueMask(mask=mask, downsample=downsample, method="auto", steps=tuple(steps))
 
 

@@ -10,6 +10,8 @@ from bioptimus.errors import UsageError
 
 # A coarse pixel that the scanner covered by less than half is not part of the scan.
 SCANNED_OPACITY = 128
+# Name of the step that drops what is too small.
+SPECKS = "specks"
 
 
 @dataclass(frozen=True, kw_only=True)
