@@ -145,9 +145,25 @@ def test_first_signal_keeps_what_was_computed_and_exits_with_its_code(
     assert_same_files(tmp_path, overlapping)
 
 
+TELLS_OF_FORKS = """
+import os, sys
+if "multiprocessing" not in " ".join(sys.orig_argv):
+    os.register_at_fork(before=lambda: os.mkdir(os.environ["FORKED"]))
+"""
+
+
 def test_two_devices_share_the_slides_and_make_each_once(
     slides: Path, model: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
+    """Also FIELD 66: a process with threads is not forked, for the fork may hang for ever."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(TELLS_OF_FORKS)
+    forked = tmp_path / "forked"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT)]),
+        "FORKED": str(forked),
+    }
     # Relative, as people type it, while the processes are given absolute paths.
     words = ("embed", slides.name, "--model", model, "--tissue", "none", "--out", tmp_path)
     done = subprocess.run(
@@ -156,7 +172,7 @@ def test_two_devices_share_the_slides_and_make_each_once(
         text=True,
         check=False,
         cwd=slides.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     made = Counter(each["slide"] for each in records(tmp_path) if each["state"] == "ok")
@@ -164,6 +180,9 @@ def test_two_devices_share_the_slides_and_make_each_once(
     assert len(list((tmp_path / "runs").glob("*.json"))) == 2
     assert f"[{SLIDES}/{SLIDES}]" in done.stderr
     assert f"{SLIDES} ok;" in done.stderr
+    assert not forked.exists()
+    subprocess.run([sys.executable, "-c", "import os; os.fork()"], env=environment, check=True)
+    assert forked.exists(), "a fork would have been noticed"
     assert_same_files(tmp_path, undisturbed)
 
 
