@@ -3,6 +3,8 @@
 import errno
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +38,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def staged_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in folder.rglob("*.svs"))
 
 
 def test_slides_are_read_from_copies_that_vanish_after_use(
@@ -155,6 +157,42 @@ def test_two_runs_in_one_folder_do_not_meet(tmp_path: Path, slides: list[SlideIn
         with Stager(tmp_path, max_gb=1) as two:
             assert one.folder != two.folder
         assert one.folder.is_dir()
+
+
+# Stages a slide and waits to be killed.
+HOLDER = """
+import sys
+from pathlib import Path
+from bioptimus.batch.inputs import find_inputs
+from bioptimus.batch.stage import Stager
+stager = Stager(Path(sys.argv[1]), max_gb=1)
+with stager.staged(find_inputs([sys.argv[2]]).slides[0]) as path:
+    print(path, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_copies_that_a_killed_run_left_are_removed_by_the_next(
+    tmp_path: Path, slides: list[SlideInput]
+) -> None:
+    local = tmp_path / "local"
+    (local / "bioptimus-other").mkdir(parents=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, local, slides[0].path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        copy = Path(holder.stdout.readline().strip())
+        with Stager(local, max_gb=1):
+            assert copy.exists(), "its owner lives"
+        holder.kill()
+        holder.wait()
+        assert copy.exists()
+    with Stager(local, max_gb=1):
+        assert not copy.exists()
+    assert [path.name for path in local.iterdir()] == ["bioptimus-other"]
 
 
 def test_missing_slide_is_left_to_its_own_opening(tmp_path: Path) -> None:

@@ -110,9 +110,8 @@ class Claim:
             if not _acquire(path, holder):
                 return None
         except OSError as exc:
-            raise OutputError(
-                f"{path}: cannot claim this slide: {exc.strerror}: {exc.filename}"
-            ) from exc
+            where = f": {exc.filename}" if exc.filename else ""
+            raise OutputError(f"{path}: cannot claim this slide: {exc.strerror}{where}") from exc
         claim = cls(path, holder)
         _heart.add(claim)
         return claim

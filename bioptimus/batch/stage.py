@@ -13,6 +13,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Self
 
+from bioptimus.batch.claims import Claim, claim_path
 from bioptimus.batch.inputs import SlideInput
 from bioptimus.batch.jobs import job_id
 from bioptimus.errors import OutputError, UsageError
@@ -20,6 +21,7 @@ from bioptimus.errors import OutputError, UsageError
 logger = logging.getLogger(__name__)
 
 COPY_BLOCK_BYTES = 8 << 20
+_PREFIX = "bioptimus"
 
 
 class _State(Enum):
@@ -46,7 +48,8 @@ class Stager:
     """Copies slides, with their companions, to a private folder ahead of use.
 
     The copies are in a folder of this process's own, made below the folder given and removed
-    with everything in it when the stager closes, also after an error; nothing else there is
+    with everything in it when the stager closes, also after an error. A claim beside it tells
+    whose it is, so that the next run can remove what a killed one left; nothing else there is
     touched. Copies together never exceed the limit: when it is reached, copying waits until a
     slide has been used and its copy removed. That bound is the back-pressure.
 
@@ -71,9 +74,10 @@ class Stager:
         """
         if not max_gb > 0:
             raise UsageError(f"--stage-gb {max_gb:g}: must be above 0")
-        name = "-".join(["bioptimus", socket.gethostname(), job_id() or "nojob", ""])
+        name = "-".join([_PREFIX, socket.gethostname(), job_id() or "nojob", ""])
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(folder)
             # The name tells people whose it is; mkdtemp makes it new, and ours alone.
             self.folder = Path(tempfile.mkdtemp(prefix=name, dir=folder))
         except OSError as exc:
@@ -85,6 +89,11 @@ class Stager:
         self._closing = False
         self._disabled = False
         self._thread: threading.Thread | None = None
+        self._claim_of_folder: Claim | None = None
+        try:
+            self._claim_of_folder = Claim.take(self.folder)
+        except OutputError as exc:
+            logger.warning("%s; after a kill, copies will have to be removed by hand", exc)
 
     def plan(self, slides: Iterable[SlideInput]) -> None:
         """Begin to copy slides in this order, in the background. Call it once."""
@@ -134,6 +143,8 @@ class Stager:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.folder.exists():
             logger.warning("%s: some staged copies could not be removed", self.folder)
+        if self._claim_of_folder is not None:
+            self._claim_of_folder.release()
 
     def __enter__(self) -> Self:
         return self
@@ -284,6 +295,20 @@ class Stager:
     def _give_up(self, copy: _Copy) -> None:
         copy.state = _State.GIVEN_UP
         self._changed.notify_all()
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the copies of runs that were killed before they could."""
+    for path in folder.glob(claim_path(folder / f"{_PREFIX}-*").name):
+        left = path.with_suffix("")
+        try:
+            claim = Claim.take(left)
+        except OutputError as exc:
+            logger.info("%s: left where it is: %s", left, exc)
+            continue
+        if claim is not None:
+            with claim:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 class _SourceError(Exception):
