@@ -165,9 +165,36 @@ def test_slide_given_twice_is_taken_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     inputs = find_inputs(["a/x.svs", "./a/../a/x.svs", str(tmp_path)])
     assert [str(slide.path) for slide in inputs.slides] == ["a/x.svs"]
-    assert reasons(inputs)["link.svs"] == "same file as a/x.svs"
+    assert reasons(inputs)["link.svs"] == "link to a/x.svs"
     assert reasons(inputs)["again"] == "folder searched already, through a link"
     assert reasons(inputs)["loop"] == "folder searched already, through a link"
+
+
+def test_slide_is_taken_where_it_is_and_its_links_are_listed(tmp_path: Path) -> None:
+    touch(tmp_path / "z" / "x.svs", tmp_path / "m" / "y.svs")
+    (tmp_path / "a.svs").symlink_to(tmp_path / "z" / "x.svs")
+    (tmp_path / "b").symlink_to(tmp_path / "z")
+    (tmp_path / "m" / "back").symlink_to(tmp_path / "z")
+    inputs = find_inputs([tmp_path])
+    assert sorted(names(inputs)) == ["m/y.svs", "z/x.svs"]
+    assert {slide.path for slide in inputs.slides} == {
+        tmp_path / "z" / "x.svs",
+        tmp_path / "m" / "y.svs",
+    }
+    searched = "folder searched already, through a link"
+    assert reasons(inputs) == {
+        "a.svs": f"link to {tmp_path}/z/x.svs",
+        "b": searched,
+        "back": searched,
+    }
+
+
+def test_link_to_a_slide_elsewhere_is_a_slide_under_its_own_name(tmp_path: Path) -> None:
+    touch(tmp_path / "archive" / "x.svs", tmp_path / "archive" / "more" / "y.svs")
+    (tmp_path / "cohort").mkdir()
+    (tmp_path / "cohort" / "case 1.svs").symlink_to(tmp_path / "archive" / "x.svs")
+    (tmp_path / "cohort" / "more").symlink_to(tmp_path / "archive" / "more")
+    assert names(find_inputs([tmp_path / "cohort"])) == ["case 1.svs", "more/y.svs"]
 
 
 def test_folder_whose_slides_were_all_given_before_is_no_error(tmp_path: Path) -> None:
@@ -183,6 +210,20 @@ def test_two_slides_with_one_result_stop_the_run_with_both_names(tmp_path: Path)
     assert str(tmp_path / "b" / "x.svs") in str(caught.value)
     with pytest.raises(UsageError, match=r"x\.svs and .*x\.tif would both be written to b/x\.h5"):
         find_inputs([tmp_path])
+
+
+def test_advice_about_two_slides_with_one_result_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    touch(Path("d/x.svs"), Path("d/x.tif"), Path("d/y.svs"), Path("d/y.tif"), Path("e/x.svs"))
+    with pytest.raises(UsageError, match=r"\(and 1 more such\).*give only 'd/\*\.svs'"):
+        find_inputs(["d"])
+    assert results(find_inputs(["d/*.svs"])) == ["out/lite0/x.h5", "out/lite0/y.h5"]
+    with pytest.raises(UsageError, match="give the folder above both"):
+        find_inputs(["d/x.svs", "e/x.svs"])
+    Path("list.csv").write_text("slide,relative_path\nd/x.svs,x svs.svs\nd/x.tif,x tif.tif\n")
+    assert results(find_inputs(["list.csv"])) == ["out/lite0/x svs.h5", "out/lite0/x tif.h5"]
 
 
 def test_same_stem_in_two_folders_does_not_collide(tmp_path: Path) -> None:
@@ -393,6 +434,42 @@ def test_dicom_series_counts_once_however_it_is_given(
     assert [p.name for p in companions(tmp_path / "d" / "a.dcm")] == ["1.2.3", "b.dcm"]
 
 
+def test_dicom_series_with_a_folder_to_itself_is_named_after_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for case, series in (("case 1", "1.5"), ("case 2.x", "1.6")):
+        for name in ("1.2.840.1", "1.2.840.2"):
+            dicom_file(tmp_path / "cohort" / case / f"{name}.dcm", series=series)
+    expected = ["out/lite0/case 1.h5", "out/lite0/case 2.x.h5"]
+    Path("list.csv").write_text("slide\ncohort/case 1\ncohort/case 2.x/1.2.840.2.dcm\n")
+    assert results(find_inputs(["cohort"])) == expected
+    assert results(find_inputs(["cohort/case 1", "cohort/case 2.x"])) == expected
+    assert results(find_inputs(["cohort/case 1/1.2.840.2.dcm"])) == expected[:1]
+    monkeypatch.chdir("cohort/case 1")
+    assert results(find_inputs(["."])) == expected[:1]
+    monkeypatch.chdir(tmp_path)
+    write_list(Path("frozen.csv"), find_inputs(["cohort"]).slides)
+    assert results(find_inputs(["frozen.csv"])) == expected
+
+
+def test_dicom_series_that_share_a_folder_or_are_one_file_keep_their_files_names(
+    tmp_path: Path,
+) -> None:
+    for name, series in (("1", "1.5"), ("2", "1.5"), ("3", "1.6"), ("4", "1.6")):
+        dicom_file(tmp_path / "two" / f"{name}.dcm", series=series)
+    dicom_file(tmp_path / "one" / "slide.dcm", series="1.7")
+    assert names(find_inputs([tmp_path])) == ["one/slide.dcm", "two/1.dcm", "two/3.dcm"]
+
+
+def test_dicom_series_and_a_slide_of_its_folders_name_stop_the_run(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        dicom_file(tmp_path / "x" / f"{name}.dcm", series="1.5")
+    touch(tmp_path / "x.svs")
+    with pytest.raises(UsageError, match=r"would both be written to x\.h5; rename one"):
+        find_inputs([tmp_path])
+
+
 def test_dicom_of_another_modality_is_skipped_with_its_name(tmp_path: Path) -> None:
     dicom_file(tmp_path / "s.dcm", series="1.5")
     dicom_file(tmp_path / "ct.dcm", series="1.6", modality="CT")
@@ -414,6 +491,6 @@ def test_real_slides_of_several_files_count_once(shared_slides: Path, tmp_path: 
         shutil.copytree(shared_slides / folder, tmp_path / folder)
     inputs = find_inputs([tmp_path])
     assert len(inputs.slides) == 7
-    sizes = {slide.relative.parent.as_posix(): slide.size() for slide in inputs.slides}
+    sizes = {slide.relative.as_posix(): slide.size() for slide in inputs.slides}
     assert sizes["dicom/CMU-1-Small-Region"] == 46836 + 1250776 + 120966 + 68422
     assert sizes["dicom/boxes"] == 5502 + 5658

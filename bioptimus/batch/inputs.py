@@ -16,7 +16,7 @@ import stat
 import struct
 import sys
 import unicodedata
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -278,13 +278,27 @@ class _Finder:
             os.scandir(folder).close()
         except OSError as exc:
             raise UsageError(f"{folder}: this folder cannot be listed: {exc.strerror}") from exc
-        self._walk(folder, PurePath(), row, seen=set())
+        self._walk(folder, PurePath(), row)
         if self._met == met:
             raise UsageError(
                 f"{folder}: no slides in this folder{_summary(self.skipped[skipped:])}"
             )
 
-    def _walk(self, folder: Path, below: PurePath, row: _Row, seen: set[str]) -> None:
+    def _walk(self, folder: Path, below: PurePath, row: _Row) -> None:
+        """Search a folder to the bottom, links to folders last: a slide keeps its real place."""
+        seen: set[str] = set()
+        waiting = deque([(folder, below)])
+        while waiting:
+            self._walk_real(*waiting.popleft(), row, seen, waiting)
+
+    def _walk_real(
+        self,
+        folder: Path,
+        below: PurePath,
+        row: _Row,
+        seen: set[str],
+        links: deque[tuple[Path, PurePath]],
+    ) -> None:
         real = self._real_folder(folder)
         if real in self._excluded:
             return
@@ -315,7 +329,10 @@ class _Finder:
             else:
                 self._take_file(path, below / name, row, found=True)
         for name in folders:
-            self._walk(folder / name, below / name, row, seen)
+            if (folder / name).is_symlink():
+                links.append((folder / name, below / name))
+            else:
+                self._walk_real(folder / name, below / name, row, seen, links)
 
     def _take_glob(self, pattern: str) -> None:
         met, skipped = self._met, len(self.skipped)
@@ -327,7 +344,7 @@ class _Finder:
             path = Path(match)
             if path.is_dir():
                 if "**" not in pattern:  # which matches what is in its folders by itself
-                    self._walk(path, path.relative_to(base), _Row(), seen=set())
+                    self._walk(path, path.relative_to(base), _Row())
             elif extension.lower() == LIST_EXTENSION:
                 self.take_argument(match)
             elif not names_kind and (reason := _file_reason(path)):
@@ -374,8 +391,9 @@ class _Finder:
                     reason = f"companion: same DICOM series as {series[0].name}"
                     self.skipped.append(Skipped(path, reason))
                     return
-                # However it is named, the series is one slide with one result.
-                path, relative = series[0], relative.with_name(series[0].name)
+                path = series[0]
+            # However it is named, the series is one slide with one result.
+            relative = self._series_name(dicom, series, relative) if series else relative
         slide = SlideInput(
             path=path,
             relative=row.relative or relative,
@@ -389,6 +407,20 @@ class _Finder:
         )
         self._add(self._real_file(path), slide)
 
+    def _series_name(
+        self, dicom: "_DicomFolder", series: Sequence[Path], relative: PurePath
+    ) -> PurePath:
+        """Return what a DICOM series is named after: its folder, where it is the only one there.
+
+        Its files are usually named by numbers that tell nobody which slide it is. A series of
+        one file, or beside another one, keeps the name of its first file.
+        """
+        if len(series) == 1 or not dicom.is_only(series[0]):
+            return relative.with_name(series[0].name)
+        if relative.parent.name:
+            return relative.parent
+        return PurePath(PurePath(self._real_folder(series[0].parent)).name or series[0].name)
+
     def _add(self, key: str, slide: SlideInput) -> None:
         self._met += 1
         first = self.slides.setdefault(key, slide)
@@ -400,7 +432,16 @@ class _Finder:
                 f"{slide.path}: given twice with different mpp, mask or bulk_rna; "
                 "keep one of the rows"
             )
-        reason = "given twice" if first.path == slide.path else f"same file as {first.path}"
+        if os.path.abspath(slide.path) == key != os.path.abspath(first.path):
+            # A link was met first; the slide is taken where it is.
+            self.slides[key] = slide
+            first, slide = slide, first
+        if first.path == slide.path:
+            reason = "given twice"
+        elif slide.path.is_symlink():
+            reason = f"link to {first.path}"
+        else:
+            reason = f"same file as {first.path}"
         self.skipped.append(Skipped(slide.path, reason))
 
     def _dicom_folder(self, folder: Path) -> "_DicomFolder":
@@ -490,6 +531,7 @@ def _summary(skipped: Sequence[Skipped]) -> str:
 
 def _refuse_collisions(slides: Sequence[SlideInput]) -> None:
     taken: dict[str, SlideInput] = {}
+    pairs: list[tuple[SlideInput, SlideInput]] = []
     for slide in slides:
         if slide.problem is not None:
             continue  # makes no result
@@ -500,11 +542,28 @@ def _refuse_collisions(slides: Sequence[SlideInput]) -> None:
             key = unicodedata.normalize("NFC", key).casefold()
         first = taken.setdefault(key, slide)
         if first is not slide:
-            raise UsageError(
-                f"{first.path} and {slide.path} would both be written to {key}; give the folder "
-                "above them instead of the files, rename one, or give a CSV list with a column "
-                "relative_path"
-            )
+            pairs.append((first, slide))
+    if not pairs:
+        return
+    first, slide = pairs[0]
+    more = f" (and {len(pairs) - 1} more such)" if len(pairs) > 1 else ""
+    raise UsageError(
+        f"{first.path} and {slide.path} would both be written to {_output_key(first)}{more}; "
+        f"{_way_out(first, slide)}, or give a CSV list whose column relative_path tells them apart"
+    )
+
+
+def _way_out(first: SlideInput, second: SlideInput) -> str:
+    """What to do about two slides that would get one result, short of writing a list."""
+    one, other = first.path, second.path
+    if one.parent == other.parent and one.suffix != other.suffix:
+        return (
+            f"if one is a copy of the other, give only '{one.parent / f'*{one.suffix}'}', else "
+            "run each kind with an --out of its own"
+        )
+    if one.parent != other.parent and not (first.series or second.series):
+        return "give the folder above both"
+    return "rename one"
 
 
 def _output_key(slide: SlideInput) -> PurePath:
@@ -663,6 +722,10 @@ class _DicomFolder:
         """Return every file of the series in order of name; empty if it is in none."""
         header = self._headers.get(path)
         return tuple(self._series.get(header.series_uid, ())) if header else ()
+
+    def is_only(self, path: Path) -> bool:
+        """Whether a file's series has the folder to itself, but for slides that are no DICOM."""
+        return path in self.series_of(path) and len(self._series) == 1
 
     def not_a_slide(self, path: Path) -> str | None:
         """Say why a file met in a folder is no slide; None if it is one, or a damaged one."""
