@@ -44,7 +44,7 @@ from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
 from bioptimus.io.wsi import OpenOptions, Slide, TileReader
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
-from bioptimus.omics import read_bulk_rna
+from bioptimus.omics import BulkRNA, read_bulk_rna
 from bioptimus.planning import PlanOptions, Segmenter, SlidePlan, plan_slide
 from bioptimus.runtime.archive import file_sha256
 
@@ -59,6 +59,8 @@ _BATCHES_UNDER_WAY = 3
 # The 10 of "magnification = 10 / mpp": a 10x objective gives about 1 µm per pixel.
 _MAGNIFICATION_TIMES_MPP = 10.0
 _THUMBNAIL_PX = 1024
+# Closer than this, a tile is at the model's own scale: scanners vary as much.
+_SAME_SCALE_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,13 +274,16 @@ def _process(
     opening, planning = job_options(job, options)
     spec = client.model.model_spec
     with report.seconds.measure("open"):
-        bulk_rna = _bulk_rna(job, spec, options, report)
+        rna = slide_rna(job, spec, options)
+        bulk_rna = None if rna is None else rna.values
+        report.warnings.extend(() if rna is None else rna.warnings)
         slide = Slide.open(job.read_path or job.path, opening)
     with slide:
         report.mpp, report.mpp_source = slide.mpp, slide.resolution.source
         report.reader = slide.reader
         report.warnings.extend(slide.warnings)
-        parameters = digest_parameters(slide, client, options, planning, bulk_rna)
+        model_sha256 = client.model.checkpoint_sha256
+        parameters = digest_parameters(slide, spec, model_sha256, options, planning, bulk_rna)
         digest = digest_of(parameters)
         if _is_done(job, digest, parameters, report, overwrite=options.overwrite):
             return
@@ -286,6 +291,8 @@ def _process(
             listener.note(job, warning)
         with report.seconds.measure("tissue"):
             plan = plan_slide(slide, spec.tile, planning, segmenter=segmenter)
+        if scale := scale_warning(planning, spec):
+            report.warnings.append(scale)
         report.warnings.extend(plan.warnings)
         report.tiles_planned = len(plan.kept)
         # Before the part: a slide that is refused leaves none.
@@ -349,9 +356,12 @@ def _is_done(
     return True
 
 
-def _bulk_rna(
-    job: SlideJob, spec: ModelSpec, options: SlideOptions, report: SlideReport
-) -> npt.NDArray[np.float32] | None:
+def slide_rna(job: SlideJob, spec: ModelSpec, options: SlideOptions) -> BulkRNA | None:
+    """Read the bulk RNA of a slide; None for models that read none.
+
+    Raises:
+        UsageError: There is no table, or it does not fit the model.
+    """
     if job.bulk_rna is None:
         if spec.rna_dim:
             raise UsageError(
@@ -359,13 +369,10 @@ def _bulk_rna(
             )
         return None
     if not spec.rna_dim:
-        report.warnings.append(f"{spec.name} reads no bulk RNA: {job.bulk_rna} is not used")
-        return None
-    found = read_bulk_rna(
+        return None  # a list may serve several models; the run says so once
+    return read_bulk_rna(
         job.bulk_rna, spec, gene_column=options.gene_column, value_column=options.value_column
     )
-    report.warnings.extend(found.warnings)
-    return found.values
 
 
 def job_options(job: SlideJob, options: SlideOptions) -> tuple[OpenOptions, PlanOptions]:
@@ -378,9 +385,21 @@ def job_options(job: SlideJob, options: SlideOptions) -> tuple[OpenOptions, Plan
     return opening, planning
 
 
+def scale_warning(planning: PlanOptions, spec: ModelSpec) -> str | None:
+    """Tiles at another scale than the model was made for, told in one sentence; None if at its."""
+    wanted, made_for = planning.applied_to(spec.tile).mpp, spec.tile.mpp
+    if abs(wanted / made_for - 1) <= _SAME_SCALE_TOLERANCE:
+        return None
+    return (
+        f"tiles at {wanted:g} µm/px, but {spec.name} was made for {made_for:g} µm/px: what it "
+        "makes of them may be worth little; leave out --tile-mpp for the model's own scale"
+    )
+
+
 def digest_parameters(
     slide: Slide,
-    client: InProcessClient,
+    spec: ModelSpec,
+    model_sha256: str,
     options: SlideOptions,
     planning: PlanOptions,
     bulk_rna: npt.NDArray[np.float32] | None,
@@ -393,7 +412,6 @@ def digest_parameters(
     Returns:
         JSON-ready values with names that a message can show.
     """
-    spec = client.model.model_spec
     tile = planning.applied_to(spec.tile)
     mask_given = planning.tissue not in ("auto", "none")
     # A mask counts by its content, not by its path.
@@ -402,8 +420,8 @@ def digest_parameters(
         "slide size (bytes)": slide.size_bytes,
         "slide quickhash": slide.quickhash,
         "mpp": [round(value, 6) for value in slide.mpp],
-        "model": client.model.model_name,
-        "model sha256": client.model.checkpoint_sha256,
+        "model": spec.name,
+        "model sha256": model_sha256,
         "mode": str(options.mode),
         "tile size (px)": tile.size_px,
         "tile mpp": tile.mpp,

@@ -204,7 +204,8 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Open every slide; print mpp and its source, level, tiles and output size.",
+        help="Open every slide and write nothing; print what a run would make of it (new, "
+        "resume, done, other parameters), tiles, mpp and its source, level and output size.",
         rich_help_panel=_RUN,
     ),
 ]

@@ -55,6 +55,16 @@ def test_of_a_run_is_told_before_a_model_is_loaded_or_anything_is_written(
     assert os.listdir(folder) == ["file"]
 
 
+@pytest.mark.parametrize("option", ["--bulk-rna", "--gene-column", "--value-column"])
+def test_of_a_model_without_rna_is_told_to_who_brings_some(
+    folder: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert main(["predict", SLIDE, option, "file"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"lite0: reads no bulk RNA; leave out {option}" in line
+    assert os.listdir(folder) == ["file"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

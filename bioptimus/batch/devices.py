@@ -49,6 +49,7 @@ def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal
     """
     devices = config.devices
     work = list_work(config)
+    work.tell_notes()
     with tempfile.TemporaryDirectory(prefix="bioptimus-") as folder:
         # Written down once: standard input can be read once, and folders need no second search.
         slides = Path(folder) / "slides.csv"

@@ -1,20 +1,34 @@
 """What a run would do, without a model in memory and without writing anything."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from bioptimus.batch.run import RunConfig, list_work
-from bioptimus.errors import BioptimusError, SlideOpenError
+from bioptimus.batch.run import RunConfig, Work, list_work
+from bioptimus.errors import BioptimusError, OutputError, OutputMismatchError, SlideOpenError
+from bioptimus.inference.layout import digest_of
+from bioptimus.inference.part import rows_done
+from bioptimus.inference.writers import look_at_existing, part_of
 from bioptimus.io.wsi import Slide
 from bioptimus.models.types import ModelSpec
-from bioptimus.pipeline import SlideJob, SlideOptions, error_text, job_options
+from bioptimus.pipeline import (
+    SlideJob,
+    SlideOptions,
+    digest_parameters,
+    error_text,
+    job_options,
+    slide_rna,
+)
 from bioptimus.planning import Segmenter, is_tissue_model, plan_slide
+from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.segmenter import open_segmenter
 
 _BYTES_PER_VALUE = {"float32": 4, "float16": 2}
 # Coordinates, tissue ratio; thumbnail and mask are the same for any number of tiles.
 _BYTES_PER_ROW = 20
+
+PreviewState = Literal["new", "resume", "done", "other parameters", "would fail"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,55 +38,106 @@ class SlidePreview:
     Attributes:
         name: What messages call the slide.
         output: Where its result would go.
+        state: ``new``; ``resume`` of what a stopped run left; ``done`` already; ``other
+            parameters`` for a finished file made otherwise, at which the slide would fail; or
+            ``would fail`` for another reason.
         mpp: (x, y) µm per level-0 pixel.
         mpp_source: Where that came from.
         level: Pyramid level that tiles would be read from.
         level_downsample: Level-0 pixels per pixel of that level, along x.
-        tiles: How many tiles would be read.
+        tiles: How many tiles the result has.
+        tiles_done: How many of them are there already.
         output_bytes: About how large the result would be.
+        warnings: What a run would say of the slide.
         error: Why the slide would fail; empty if it would not.
     """
 
     name: str
     output: Path
+    state: PreviewState = "new"
     mpp: tuple[float, float] = (0.0, 0.0)
     mpp_source: str = ""
     level: int = 0
     level_downsample: float = 1.0
     tiles: int = 0
+    tiles_done: int = 0
     output_bytes: int = 0
+    warnings: tuple[str, ...] = ()
     error: str = ""
 
 
-def preview(config: RunConfig) -> Iterator[SlidePreview]:
-    """Open every slide of a run and plan it.
+@dataclass(frozen=True, kw_only=True)
+class RunPreview:
+    """What a run would do.
+
+    Attributes:
+        slides: One for each slide of the run's share, each opened when it is asked for.
+        skipped: (path, reason) of files below the inputs that are not part of the run.
+        notes: What the user should know before the run, one sentence each.
+    """
+
+    slides: Iterator[SlidePreview]
+    skipped: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def preview(config: RunConfig) -> RunPreview:
+    """Say what a run would do.
 
     Raises:
         UsageError: The inputs or options make no sense, or two results would share a name.
     """
     work = list_work(config)
+    return RunPreview(slides=_slides(config, work), skipped=work.skipped, notes=work.notes)
+
+
+def _slides(config: RunConfig, work: Work) -> Iterator[SlidePreview]:
     tissue = config.slide.plan.tissue
-    segmenter = open_segmenter(tissue, device=config.device) if is_tissue_model(tissue) else None
+    segmenter = None
+    if is_tissue_model(tissue):
+        segmenter = open_segmenter(tissue, device=config.devices[0])
+    model_sha256 = file_sha256(work.model.checkpoint)
     for job in work.jobs:
         try:
-            yield _preview(job, config.slide, work.model.spec, segmenter)
+            yield _preview(job, config.slide, work.model.spec, model_sha256, segmenter)
+        except OutputMismatchError as exc:
+            yield _failing(job, exc, state="other parameters")
         except BioptimusError as exc:
-            yield SlidePreview(name=job.name, output=job.output, error=error_text(exc))
+            yield _failing(job, exc, state="would fail")
+
+
+def _failing(job: SlideJob, error: BioptimusError, *, state: PreviewState) -> SlidePreview:
+    return SlidePreview(name=job.name, output=job.output, state=state, error=error_text(error))
 
 
 def _preview(
-    job: SlideJob, options: SlideOptions, spec: ModelSpec, segmenter: Segmenter | None
+    job: SlideJob,
+    options: SlideOptions,
+    spec: ModelSpec,
+    model_sha256: str,
+    segmenter: Segmenter | None,
 ) -> SlidePreview:
     if job.problem is not None:
         raise SlideOpenError(f"{job.path.name}: {job.problem}")
     opening, planning = job_options(job, options)
+    rna = slide_rna(job, spec, options)
     with Slide.open(job.path, opening) as slide:
+        parameters = digest_parameters(
+            slide, spec, model_sha256, options, planning, None if rna is None else rna.values
+        )
+        digest = digest_of(parameters)
+        try:
+            done = look_at_existing(job.output, digest=digest, digest_parameters=parameters)
+        except OutputError:
+            if not options.overwrite:
+                raise
+            done = None
         plan = plan_slide(slide, spec.tile, planning, segmenter=segmenter)
         reader = slide.tile_reader(plan.spec)
         values = spec.embedding_dim * options.mode.wants_embedding
         values += spec.prediction_dim * options.mode.wants_prediction
         row = values * _BYTES_PER_VALUE[options.dtype] + _BYTES_PER_ROW
-        return SlidePreview(
+        found = SlidePreview(
             name=job.name,
             output=job.output,
             mpp=slide.mpp,
@@ -81,4 +146,9 @@ def _preview(
             level_downsample=reader.level_downsample[0],
             tiles=len(plan),
             output_bytes=len(plan) * row,
+            warnings=(*(() if rna is None else rna.warnings), *slide.warnings, *plan.warnings),
         )
+    if done is not None:
+        return replace(found, state="done", tiles_done=found.tiles)
+    rows = rows_done(part_of(job.output), digest=digest)
+    return replace(found, state="resume", tiles_done=rows) if rows else found

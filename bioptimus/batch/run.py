@@ -7,8 +7,10 @@ never waits for one slide to open or end. A slide that fails ends alone.
 
 import contextlib
 import gc
+import logging
+import multiprocessing
 import threading
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterable, Iterator, MutableSequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
@@ -25,6 +27,7 @@ from bioptimus.batch.threads import plan_threads
 from bioptimus.errors import BioptimusError, UsageError
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
+from bioptimus.omics import read_bulk_rna
 from bioptimus.pipeline import (
     SlideJob,
     SlideListener,
@@ -35,6 +38,7 @@ from bioptimus.pipeline import (
     error_text,
     library_versions,
     process_slide,
+    scale_warning,
     unexpected,
 )
 from bioptimus.planning import Segmenter, is_tissue_model, require_tissue_file
@@ -50,6 +54,8 @@ from bioptimus.runtime.segmenter import open_segmenter
 
 if TYPE_CHECKING:
     from bioptimus.runtime.server_model import BaseServerModel
+
+log = logging.getLogger(__name__)
 
 # How long the main thread waits for a worker before it looks for signals again.
 _WAIT_SECONDS = 0.2
@@ -198,6 +204,7 @@ def run(
     if config.device != "auto":
         require_device(config.device)
     work = list_work(config)
+    work.tell_notes()
     run_file = RunFile(
         config.out,
         command=config.command,
@@ -226,12 +233,20 @@ class Work:
         slides: The slides of this run's share, as the inputs name them.
         jobs: The same slides, with where their results go.
         skipped: (path, reason) of files below the inputs that are not slides.
+        notes: What the user should know before the run, one sentence each.
     """
 
     model: ModelChoice
     slides: tuple[SlideInput, ...]
     jobs: tuple[SlideJob, ...]
     skipped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+
+    def tell_notes(self) -> None:
+        """Log the notes; in a process of several devices, the parent has done so."""
+        if multiprocessing.parent_process() is None:
+            for note in self.notes:
+                log.warning("%s", note)
 
 
 def list_work(config: RunConfig) -> Work:
@@ -253,9 +268,8 @@ def list_work(config: RunConfig) -> Work:
             f"--tile-size-px {tile.size_px}: {choice.spec.name} reads tiles of "
             f"{choice.spec.tile.size_px} px and no others; leave it out"
         )
-    if config.bulk_rna is not None and not choice.spec.rna_dim:
-        raise UsageError(f"{choice.spec.name}: reads no bulk RNA; leave out --bulk-rna")
     inputs = find_inputs(config.inputs, exclude=(config.out,))
+    _check_rna(config, choice.spec, inputs.slides)
     slides = inputs.slides
     if config.shard is not None:
         slides = share(slides, parse_shard(config.shard))
@@ -264,7 +278,40 @@ def list_work(config: RunConfig) -> Work:
         slides=slides,
         jobs=tuple(_job(each, config, choice.spec) for each in slides),
         skipped=tuple((str(path), reason) for path, reason in inputs.skipped),
+        notes=tuple(_notes(config, choice.spec, inputs.slides)),
     )
+
+
+def _notes(config: RunConfig, spec: ModelSpec, slides: Iterable[SlideInput]) -> Iterator[str]:
+    if scale := scale_warning(config.slide.plan, spec):
+        yield scale
+    if not spec.rna_dim and any(slide.bulk_rna is not None for slide in slides):
+        # No error: one list may serve several models.
+        yield f"{spec.name} reads no bulk RNA: the list's column bulk_rna is not used"
+
+
+def _check_rna(config: RunConfig, spec: ModelSpec, slides: Iterable[SlideInput]) -> None:
+    """Refuse RNA that the model does not read, RNA that is missing, and a table that is none.
+
+    Raises:
+        UsageError: One of these.
+    """
+    columns = (config.slide.gene_column, config.slide.value_column)
+    options = ("--bulk-rna", "--gene-column", "--value-column")
+    given = [
+        option
+        for option, value in zip(options, (config.bulk_rna, *columns), strict=True)
+        if value is not None
+    ]
+    if not spec.rna_dim:
+        if given:
+            raise UsageError(f"{spec.name}: reads no bulk RNA; leave out {' and '.join(given)}")
+    elif config.bulk_rna is not None:
+        read_bulk_rna(config.bulk_rna, spec, gene_column=columns[0], value_column=columns[1])
+    elif all(slide.bulk_rna is None for slide in slides):
+        raise UsageError(
+            f"{spec.name} reads bulk RNA; pass --bulk-rna, or a list with a bulk_rna column"
+        )
 
 
 def _check_mode(spec: ModelSpec, mode: InferenceMode) -> None:

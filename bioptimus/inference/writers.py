@@ -393,9 +393,24 @@ def part_of(path: Path) -> Path:
 def check_existing(
     path: Path, *, digest: str, digest_parameters: Mapping[str, Any]
 ) -> Literal["same"] | None:
-    """See whether a finished file is there and made from the same inputs.
+    """See whether a finished file is there, and tidy up beside it.
 
-    Where it is, a part beside it is what a kill between rename and removal left, and goes.
+    A part beside it is what a kill between rename and removal left, and goes. Returns and raises
+    as :func:`look_at_existing`.
+    """
+    if look_at_existing(path, digest=digest, digest_parameters=digest_parameters) is None:
+        return None
+    advice = "remove the .part by hand"
+    with output_errors(path, "cannot tidy up beside it", advice=advice):
+        for leftover in (part_of(path), *temporaries_beside(path)):
+            leftover.unlink(missing_ok=True)
+    return "same"
+
+
+def look_at_existing(
+    path: Path, *, digest: str, digest_parameters: Mapping[str, Any]
+) -> Literal["same"] | None:
+    """See whether a finished file is there and made from the same inputs; changes nothing.
 
     Returns:
         None where there is no file, ``same`` where it need not be made again.
@@ -420,9 +435,6 @@ def check_existing(
             f"{path}: was made from something else ({words or 'its digest is another'}); "
             "pass --overwrite or another --out"
         )
-    with output_errors(path, "cannot tidy up beside it", advice="remove the .part by hand"):
-        for leftover in (part_of(path), *temporaries_beside(path)):
-            leftover.unlink(missing_ok=True)
     return "same"
 
 

@@ -1,0 +1,148 @@
+"""``--dry-run`` says of every input what the run would: what is new, done, or in the way."""
+
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+
+from bioptimus.batch.run import RunConfig, run
+from bioptimus.models.types import ModelSpec
+from bioptimus.pipeline import SlideJob, SlideOptions
+from bioptimus.planning import PlanOptions
+from bioptimus.tiles import TileSpec
+from cli.main import main
+from cli.progress import LineProgress
+from tests.slides import tissue, write_pyramid
+from tests.tiny_models import TINY, save_module, tiny
+
+MODEL = TINY.with_(tile=TileSpec(size_px=64))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_module(tiny(), MODEL, tmp_path_factory.mktemp("model") / "tiny.pt2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with ``slides``: three slides of 256 tiles, a list and a broken link."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slides").mkdir()
+    for name in ("a", "b", "c"):
+        write_pyramid(tmp_path / "slides" / f"{name}.tif", tissue(1024, 1024), mpp=0.5)
+    (tmp_path / "slides" / "notes.txt").write_text("x")
+    (tmp_path / "slides" / "d.svs").symlink_to("nowhere.svs")
+    return tmp_path
+
+
+class StopsEarly(LineProgress):
+    """A listener, and a stop signal that is set once the first tiles are there."""
+
+    stopped = False
+
+    def tiles_done(self, job: SlideJob, count: int) -> None:
+        self.stopped = True
+
+
+def stop_in(slide: str, model: Path) -> None:
+    listener = StopsEarly()
+    options = SlideOptions(plan=PlanOptions(overlap_px=0, tissue="none"))
+    config = RunConfig(
+        inputs=(slide,),
+        out=Path("out"),
+        model=str(model),
+        device="cpu",
+        readers=1,
+        batch_size=2,
+        slide=options,
+    )
+    result = run(config, listener=listener, stop=listener)
+    assert [report.state for report in result.reports] == ["stopped"]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_state_of_every_input_is_told_and_nothing_is_touched(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["embed", "--model", str(model), "--tissue", "none", "--out", "out"]
+    assert main([*words, "slides/a.tif"]) == 0
+    # As a kill between rename and removal leaves it: the run would tidy up, this must not.
+    (folder / "out" / "tiny" / "a.h5.part").write_text("x")
+    stop_in("slides/b.tif", model)
+    before = contents(folder)
+    capsys.readouterr()
+    assert main([*words, "slides", "slides/c.tif", "--dry-run"]) == 1
+    shown = capsys.readouterr()
+    a, b, c, d, total = shown.out.splitlines()
+    assert a.startswith("a.tif: done, 256 tiles, mpp 0.5")
+    done = int(b.removeprefix("b.tif: resume, ").split()[0])
+    assert 0 < done < 256
+    assert f"resume, {done} of 256 tiles done, mpp 0.5" in b
+    assert c.startswith("c.tif: new, 256 tiles, mpp 0.5")
+    assert d.startswith("d.svs: would fail: a link to nowhere.svs")
+    assert f"4 slides: 1 done, 1 resume, 1 new, 1 would fail; {512 - done} tiles to" in total
+    assert "left out: slides/notes.txt (unknown extension)\n" in shown.err
+    assert "left out: slides/c.tif (given twice)\n" in shown.err
+    assert main([*words, "slides/a.tif", "--min-tissue", "0.7", "--dry-run"]) == 1
+    (line, _) = capsys.readouterr().out.splitlines()
+    assert line.startswith("a.tif: other parameters: ")
+    assert "min tissue" in line
+    assert main([*words, "slides/a.tif", "--min-tissue", "0.7", "--dry-run", "--overwrite"]) == 0
+    assert capsys.readouterr().out.startswith("a.tif: new, 256 tiles, ")
+    assert contents(folder) == before
+
+
+class Everything(torch.nn.Module):
+    """uint8 (N, 512, 512, 3) → (N, 512, 512) of ones."""
+
+    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+        return (tiles.float().mean(3) >= 0).float()
+
+
+def test_tissue_model_runs_on_the_first_of_several_devices(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = ModelSpec(name="all", tile=TileSpec(size_px=512, mpp=8.0), output_kind="mask")
+    save_module(Everything(), spec, folder / "all.pt2")
+    words = ["embed", "slides/a.tif", "--model", str(model), "--tissue", "all.pt2"]
+    assert main([*words, "--device", "cpu,cpu", "--dry-run"]) == 0
+    assert "a.tif: new, 256 tiles" in capsys.readouterr().out
+
+
+def test_scale_other_than_the_models_is_told_once_a_run_and_kept_in_the_file(
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = "tiles at 1 µm/px, but tiny was made for 0.5 µm/px"
+    monkeypatch.setenv("BIOPTIMUS_EMBED_TILE_MPP", "1")
+    words = ["embed", "slides/a.tif", "slides/b.tif", "--model", str(model), "--tissue", "none"]
+    for run_words in (["--dry-run"], []):
+        assert main([*words, *run_words]) == 0
+        assert capsys.readouterr().err.count(expected) == 1
+    with h5py.File(folder / "embeddings" / "tiny" / "a.h5") as file:
+        assert expected in file.attrs["warnings"][0]
+
+
+@pytest.mark.parametrize("tile_mpp", ["0.5", "0.499"])
+def test_models_own_scale_is_no_warning(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str], tile_mpp: str
+) -> None:
+    words = ["embed", "slides/a.tif", "--model", str(model), "--tile-mpp", tile_mpp]
+    assert main([*words, "--allow-upsample", "--dry-run"]) == 0
+    assert "made for" not in capsys.readouterr().err
+
+
+def test_column_of_rna_that_the_model_does_not_read_is_told_once_and_no_error(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("list.csv").write_text("slide,bulk_rna\nslides/a.tif,r.csv\nslides/b.tif,r.csv\n")
+    assert main(["embed", "list.csv", "--model", str(model), "--tissue", "none"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("tiny reads no bulk RNA: the list's column bulk_rna is not used") == 1
+    assert "r.csv" not in told
