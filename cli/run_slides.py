@@ -28,7 +28,7 @@ def run_slides(options: Mapping[str, Any], *, mode: "InferenceMode") -> int:
     Returns:
         The exit code: 0, 1 if a slide failed, 130 / 143 after SIGINT / SIGTERM.
     """
-    config = _config(options, mode)
+    config = run_config(options, mode)
     log_json: bool = options["log_json"]
     if options["dry_run"]:
         from cli.dry_run import show_plan
@@ -49,7 +49,12 @@ def run_slides(options: Mapping[str, Any], *, mode: "InferenceMode") -> int:
     return 1 if result.failed else 0
 
 
-def _config(options: Mapping[str, Any], mode: "InferenceMode") -> "RunConfig":
+def run_config(options: Mapping[str, Any], mode: "InferenceMode") -> "RunConfig":
+    """What the command's parameters, by name, ask the library for.
+
+    Raises:
+        UsageError: A value makes no sense on any machine.
+    """
     from bioptimus.batch.run import RunConfig
     from bioptimus.io.wsi import OpenOptions
     from bioptimus.pipeline import SlideOptions

@@ -5,12 +5,16 @@ import sys
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bioptimus.counting import counted
 from bioptimus.errors import UsageError
 from cli.progress import left_out
+
+if TYPE_CHECKING:
+    from bioptimus.batch.run import Work
 
 # What follows the action belongs to it, options and all.
 CONTEXT_SETTINGS: dict[str, object] = {"allow_interspersed_args": False}
@@ -88,7 +92,6 @@ def submit(
     The slides are found now and frozen in a list beside the script, so slides that arrive later
     are not part of the job. Prints the job's id.
     """
-    from bioptimus.batch.inputs import find_inputs
     from bioptimus.batch.submit import ArrayJob, ArrayOptions
 
     slides, arguments = _split(words)
@@ -96,8 +99,7 @@ def submit(
     if "--dry-run" in arguments:
         # Meant for this command: an array of dry runs is of no use to anybody.
         dry_run, arguments = True, [word for word in arguments if word != "--dry-run"]
-    out = parsed.get("out")
-    inputs = find_inputs(slides, exclude=[] if out is None else [Path(out)])
+    work = _check(action, parsed)
     job_name = name or f"bioptimus-{action}"
     started = f"{datetime.now():%Y%m%d-%H%M%S}"
     job = ArrayJob(
@@ -106,7 +108,7 @@ def submit(
         command=_own_command(),
         action=action.value,
         arguments=tuple(arguments),
-        slides=inputs.slides,
+        slides=work.slides,
         options=ArrayOptions(
             tasks=tasks,
             max_running=max_running,
@@ -122,13 +124,8 @@ def submit(
             setup=tuple(setup or ()),
         ),
     )
-    for line in left_out(inputs.skipped):
+    for line in left_out(work.skipped):
         typer.echo(line, err=True)
-    for slide in inputs.slides:
-        if slide.problem is not None:
-            typer.echo(
-                f"warning: {slide.path}: {slide.problem}; it will be reported as failed", err=True
-            )
     if dry_run:
         typer.echo(job.text(), nl=False)
         typer.echo(f"{job.size}; nothing submitted", err=True)
@@ -137,14 +134,13 @@ def submit(
     typer.echo(f"wrote {job.script} and {job.slide_list.name} beside it", err=True)
     number = job.submit()
     typer.echo(number)
-    where = "" if out is None else f" {shlex.quote(str(out))}"
     for line in (
         f"{job.size}, job {number}",
         f"  watch    squeue --job {number}",
         f"  logs     tail -n +1 {shlex.quote(str(job.script.parent / 'logs'))}/{number}_*.log",
         f"  stop     scancel {number}",
         f"  go on    sbatch {shlex.quote(str(job.script))}",
-        f"  result   bioptimus report{where}",
+        f"  result   bioptimus report {shlex.quote(str(parsed['out']))}",
     ):
         typer.echo(line, err=True)
 
@@ -182,6 +178,36 @@ def _parse_action(
         raise UsageError("--shard: every task gets its own; use --tasks to say how many")
     params: dict[str, Any] = parsed.params
     return params
+
+
+def _check(action: Action, parsed: dict[str, Any]) -> "Work":
+    """Find the slides, and refuse now what every task would refuse.
+
+    What may be another machine's is left to it: whether a device is there, and the folder that
+    slides are staged in.
+
+    Raises:
+        UsageError: An option makes no sense, the model or mask is not there, or a slide is not.
+    """
+    from dataclasses import replace
+
+    from bioptimus.batch.run import list_work
+    from bioptimus.models.types import InferenceMode
+    from cli.run_slides import run_config
+
+    mode = InferenceMode.EMBEDDING if action is Action.EMBED else InferenceMode.PREDICTION
+    if parsed.get("with_embeddings"):
+        mode = InferenceMode.PREDICTION_WITH_EMBEDDING
+    work = list_work(replace(run_config(parsed, mode), stage=None))
+    bad = [slide for slide in work.slides if slide.problem is not None]
+    for slide in bad:
+        typer.echo(f"{slide.path}: {slide.problem}", err=True)
+    if bad:
+        slides = counted(len(work.slides), "slide")
+        raise UsageError(f"{len(bad)} of {slides} cannot be used; mend these, or leave them out")
+    for note in work.notes:
+        typer.echo(f"WARNING: {note}", err=True)
+    return work
 
 
 def _own_command() -> tuple[str, ...]:

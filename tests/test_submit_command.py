@@ -64,14 +64,32 @@ def test_dry_run_shows_the_script_and_writes_nothing(
         (["--tasks", "0", "embed", "my slides"], "--tasks 0"),
         (["--gpus", "all", "embed", "my slides"], "--gpus all"),
         (["embed", "my slides/*.ndpi"], "no slide matches"),
+        (["embed", "my slides", "gone.svs"], "1 of 5 slides cannot be used"),
+        (["embed", "my slides", "--device", "gpu"], "device gpu: known are"),
+        (["embed", "my slides", "--model", "gone.pt2"], "gone.pt2: no such file"),
+        (["embed", "my slides", "--tissue", "gone.png"], "gone.png: no such mask"),
+        (["embed", "my slides", "--mpp-override", "0"], "--mpp-override 0"),
+        (["embed", "my slides", "--stage-gb", "0"], "--stage-gb 0"),
+        (["embed", "my slides", "--overlap-px", "224"], "overlap 224"),
+        (["predict", "my slides", "--gene-column", "x"], "reads no bulk RNA"),
     ],
 )
 def test_mistake_shows_before_anything_is_written(
     cohort: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert main(["submit", *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    for how in ([], ["--dry-run"]):
+        assert main(["submit", *how, *words]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
     assert written(cohort) == []
+
+
+def test_what_only_the_compute_node_has_is_no_mistake_here(
+    cohort: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here_a_file = cohort / "my slides" / "notes.xlsx"
+    words = ["my slides", "--device", "cuda:9", "--stage", str(here_a_file)]
+    assert main(["submit", "--dry-run", "embed", *words]) == 0
+    assert "--device cuda:9" in capsys.readouterr().out
 
 
 def test_without_slurm_the_job_is_written_to_be_submitted_elsewhere(
