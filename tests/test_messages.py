@@ -129,7 +129,12 @@ def test_one_of_a_thing_is_not_called_several(
     shown = capsys.readouterr()
     text = shown.out + shown.err
     assert not re.findall(r"(?<![\d.])(?<!of )1 (?:slides|tiles|runs|tasks|files|findings)\b", text)
-    for words in ("1 slide, 1 tile, ", "1 slide on ", "1 run: 1 ok; 1 tile\n", "1 file, 1 tile"):
+    for words in (
+        "1 slide: 1 new; 1 tile to",
+        "1 slide on ",
+        "1 run: 1 ok; 1 tile\n",
+        "1 file, 1 tile",
+    ):
         assert words in text
     assert "1 slide in 1 task;" in text
 
