@@ -231,7 +231,7 @@ def test_bad_slides_get_one_clear_line_each_and_the_others_finish(
         empty,
         text,
         tmp_path / "missing.svs",
-        shared_slides / "dicom" / "CMU-1-Small-Region",
+        shutil.copytree(shared_slides / "dicom" / "CMU-1-Small-Region", tmp_path / "series"),
         *good,
         "--out",
         tmp_path / "out",
@@ -249,6 +249,7 @@ def test_bad_slides_get_one_clear_line_each_and_the_others_finish(
         assert told, name
         assert fact in told[0], told
     assert len(done.stdout.splitlines()) == 3
+    assert str(tmp_path / "out" / "lite0" / "series.h5") in done.stdout
     run = next((tmp_path / "out" / "runs").glob("*.json"))
     records = [json.loads(line) for line in run.read_text().splitlines()]
     states = [record["state"] for record in records if record["kind"] == "slide"]
