@@ -1,6 +1,8 @@
 """The one place that speaks to the terminal while a run goes on."""
 
+import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -14,6 +16,12 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from bioptimus.pipeline import SlideJob, SlideReport
+
+
+STOPPING = "stopping: finishing the batches under way; press again to stop at once"
+# Told to the terminal itself, not to what stands for it in Python.
+_STDERR = 2
+_SHOW_CURSOR = b"\x1b[?25h\r\n"
 
 
 class LineProgress:
@@ -60,6 +68,13 @@ class LineProgress:
         """Show a message about a slide."""
         self._line(f"{job.name}: {without_name(message, job.name)}")
 
+    def stopping(self) -> None:
+        """Say that the first Ctrl-C, or SIGTERM, was heard."""
+        self._line(STOPPING)
+
+    def abandon(self) -> None:
+        """Leave the terminal fit for use: the process ends at once, from a signal handler."""
+
     def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
         """One line for the slide; its file's path on stdout."""
         self._ended += 1
@@ -100,6 +115,10 @@ class JsonProgress(LineProgress):
     def note(self, job: "SlideJob", message: str) -> None:
         """Event ``note``."""
         self._event("note", slide=str(job.path), message=message)
+
+    def stopping(self) -> None:
+        """Event ``stopping``."""
+        self._event("stopping", message=STOPPING)
 
     def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
         """Event ``slide_ended`` with the slide's report."""
@@ -169,6 +188,12 @@ class BarProgress(LineProgress):
     def __exit__(self, *exc: object) -> None:
         """Take the bars away."""
         self._progress.stop()
+
+    def abandon(self) -> None:
+        """Show the cursor again, which the bars have hidden."""
+        # Written past rich, whose locks this very thread may hold.
+        with contextlib.suppress(OSError):
+            os.write(_STDERR, _SHOW_CURSOR)
 
     def loading(self, model: str) -> None:
         """Show what is loading in place of the overall bar."""

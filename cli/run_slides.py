@@ -1,14 +1,21 @@
 """What `embed` and `predict` share: run, report, exit code."""
 
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cli.progress import left_out, without_name
 
 if TYPE_CHECKING:
     from bioptimus.batch.run import RunConfig, RunResult
+    from bioptimus.batch.signals import StopFlag
     from bioptimus.models.types import InferenceMode
+    from cli.progress import LineProgress
+
+# How often to look whether a signal has come.
+_LOOK_SECONDS = 0.1
 
 # Options that mean the same under the same name in RunConfig.
 _RUN_NAMES = (
@@ -28,25 +35,54 @@ def run_slides(options: Mapping[str, Any], *, mode: "InferenceMode") -> int:
     Returns:
         The exit code: 0, 1 if a slide failed, 130 / 143 after SIGINT / SIGTERM.
     """
-    config = run_config(options, mode)
-    log_json: bool = options["log_json"]
     if options["dry_run"]:
         from cli.dry_run import show_plan
 
-        return show_plan(config)
-    from bioptimus.batch.devices import run_on_devices
-    from bioptimus.batch.run import run
+        return show_plan(run_config(options, mode))
     from bioptimus.batch.signals import StopFlag
     from cli.progress import choose_progress
 
-    start = run_on_devices if "," in config.device else run
-    with StopFlag() as stop, choose_progress(log_json=log_json) as progress:
+    log_json: bool = options["log_json"]
+    progress = choose_progress(log_json=log_json)
+    with StopFlag(at_once=progress.abandon) as stop, progress, _announced(stop, progress):
+        # Loaded here: it takes a second, and a Ctrl-C within it ends the run as later ones do.
+        from bioptimus.batch.devices import run_on_devices
+        from bioptimus.batch.run import run
+
+        config = run_config(options, mode)
+        if stop.exit_code is not None:
+            return stop.exit_code
+        start = run_on_devices if "," in config.device else run
         result = start(config, listener=progress, stop=stop)
     if not log_json:
         _show_table(result)
     if stop.exit_code is not None:
         return stop.exit_code
     return 1 if result.failed else 0
+
+
+@contextmanager
+def _announced(stop: "StopFlag", progress: "LineProgress") -> Iterator[None]:
+    """Tell the user when the first signal is heard, while the block goes on.
+
+    By a thread that looks and ends with the block: the signal's handler may not print, since it
+    may have interrupted a print.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            if stop.stopped:
+                progress.stopping()
+                return
+
+    thread = threading.Thread(target=watch, name="announce-stop")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def run_config(options: Mapping[str, Any], mode: "InferenceMode") -> "RunConfig":

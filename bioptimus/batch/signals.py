@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Self
 
@@ -31,7 +31,14 @@ class StopFlag:
     # The handler only assigns plain attributes: an Event's lock may be held by the very code
     # that the handler interrupts.
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: Callable[[], None] | None = None) -> None:
+        """Make a flag that is not set.
+
+        Args:
+            at_once: Called before the second signal ends the process. It runs inside the signal
+                handler, on top of anything: it must take no lock.
+        """
+        self._at_once = at_once
         self._signal: int | None = None
         self._previous: dict[int, Any] = {}
         self._children: list[subprocess.Popen[str]] = []
@@ -90,6 +97,8 @@ class StopFlag:
         for child in self._children:
             _pass_on(child, number)
         if second:
+            if self._at_once is not None:
+                self._at_once()
             os._exit(128 + number)
 
 
