@@ -25,7 +25,7 @@ from bioptimus.view.figures import cosine_similarity, fit_cohort
 from bioptimus.view.page import PictureOptions
 from bioptimus.view.source import SlidePictures, SlideResult, open_source
 from cli.main import app, main
-from tests.result_files import Sample, sample_slide, write_result
+from tests.result_files import Sample, make_result, sample_slide, write_result
 
 SMALL = PictureOptions(width_px=600)
 
@@ -273,7 +273,7 @@ def test_fewer_clusters_than_asked_for_are_told(
     path = write_result(tmp_path / "a.h5", changed(sample, features=alike))
     code, err = view(capsys, path, "--out", tmp_path, "--clusters", "6", "--no-slide")
     assert code == 0
-    assert "4 of 6: no more tiles differ" in err
+    assert "only 4 of 6 clusters: no more tiles differ" in err
     figure = figures.draw_clusters(open_source(path), SMALL, count=6)
     assert any("4 of 6" in text.get_text() for text in figure.texts)
     figure = figures.draw_clusters(open_source(path), SMALL, count=4)
@@ -346,6 +346,7 @@ def test_one_tile_is_enough_for_every_picture(sample: Sample, tmp_path: Path) ->
         (["--slide", "nowhere.svs"], "no such file"),
         (["--embedding", "--fit-on", "."], "holds no result files"),
         (["--embedding", "--fit-on", "gone"], "gone: no such folder"),
+        (["--embedding", "--fit-on", __file__], "is a file, not a folder"),
     ],
 )
 def test_a_wrong_choice_is_a_usage_error_that_says_what_is_right(
@@ -401,6 +402,41 @@ def test_embeddings_are_read_in_bounded_blocks(
     sizes = [len(block) for block in open_source(result_file).feature_blocks()]
     assert max(sizes) == 50
     assert sum(sizes) == len(open_source(result_file))
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+@pytest.mark.parametrize(
+    "name", ["a$\\frac$b", '<script>alert(1)&"', "😐 スライド", "pct%s {0}", "two\nlines"]
+)
+def test_any_name_of_a_slide_and_of_a_value_is_drawn_as_it_is(
+    tmp_path: Path, name: str, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    column = name.replace("\n", " ")
+    path = make_result(tmp_path / f"{name}.h5", output_names=(column, "x", "y"))
+    words = ["--no-slide", "--embedding", "--column", column, "--format", suffix]
+    code, err = view(capsys, path, "--out", tmp_path / "out", *words)
+    assert (code, err) == (0, "")
+    for picture in (tmp_path / "out").iterdir():
+        if suffix == "pdf":
+            assert picture.read_bytes().startswith(b"%PDF-")
+        if suffix == "svg":
+            text = "".join(ElementTree.parse(picture).getroot().itertext())
+            assert " ".join(f"{name}.svs".split()) in " ".join(text.split())
+
+
+def test_a_drawing_of_any_name_shows_itself_in_a_notebook(tmp_path: Path) -> None:
+    assert bioptimus.draw(make_result(tmp_path / "スライド.h5"))._repr_png_()
+
+
+def test_the_ticks_of_nearly_equal_values_stand_whole(tmp_path: Path) -> None:
+    path = make_result(tmp_path / "a.h5", prediction_dim=1, output_names=("x",))
+    with h5py.File(path, "r+") as file:
+        file["predictions"][:, 0] = 1 + np.arange(11) * 1e-4
+    figure = figures.draw_prediction(open_source(path), SMALL, column="x")
+    figure.draw_without_rendering()
+    bar = figure.axes[-1]
+    assert bar.yaxis.get_offset_text().get_text() == ""
+    assert bar.get_yticklabels()[1].get_text().startswith("1.000")
 
 
 def test_a_drawing_shows_itself_in_a_notebook_and_saves(result_file: Path, tmp_path: Path) -> None:

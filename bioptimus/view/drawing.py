@@ -49,7 +49,7 @@ class Drawing:
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=self.options.dpi, facecolor="white")
+        figures.render(self.figure, buffer, format="png", dpi=self.options.dpi)
         return buffer.getvalue()
 
 

@@ -1,9 +1,10 @@
 """The pictures, drawn with matplotlib (the extra ``view``)."""
 
 import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,16 @@ from bioptimus.view.colours import (
     hex_to_rgb,
 )
 from bioptimus.view.components import MAX_COMPONENTS, SAMPLE_ROWS, Components
-from bioptimus.view.page import EDGE, INK, PAGE_INCHES, TALLEST_MAP, Page, PictureOptions, bare
+from bioptimus.view.page import (
+    EDGE,
+    INK,
+    PAGE_INCHES,
+    TALLEST_MAP,
+    Page,
+    PictureOptions,
+    bare,
+    three_digits,
+)
 from bioptimus.view.source import SlidePictures, SlideResult
 
 if TYPE_CHECKING:
@@ -117,10 +127,12 @@ def draw_clusters(result: SlideResult, options: PictureOptions, *, count: int) -
         palette = np.array([hex_to_rgb(colour) for colour in CLUSTER_COLOURS], np.uint8)
         page.paint(palette[clusters.labels])
     found = len(clusters.sizes)
-    fewer = f" · {found} of {count}: no more tiles differ" if 0 < found < count else ""
-    if fewer:
-        log.warning("%s: %d clusters%s", result.name, count, fewer.replace(" · ", ", "))
-    page.head("Clusters", _counts(result) + fewer)
+    counts = _counts(result)
+    if 0 < found < count:
+        fewer = f"only {found} of {count} clusters: no more tiles differ"
+        log.warning("%s: %s", result.name, fewer)
+        counts += f" · {fewer}"
+    page.head("Clusters", counts)
     with SlidePictures(result, options.slide) as pictures:
         page.cluster_legend(clusters, scores, pictures)
     return page.figure
@@ -141,7 +153,8 @@ def draw_nearest(
         UsageError: No such row, or the file holds no embeddings.
     """
     if not 0 <= row < len(result):
-        raise UsageError(f"--tile {row}: {result.path.name} has rows 0 to {len(result) - 1}")
+        rows = f"rows 0 to {len(result) - 1}" if len(result) else "no tiles"
+        raise UsageError(f"--tile {row}: {result.path.name} has {rows}")
     if not 1 <= count <= 60:
         raise UsageError(f"--neighbours {count}: must be 1 to 60")
     similarity = cosine_similarity(result, row)
@@ -206,11 +219,16 @@ def save(figure: "Figure", path: Path, options: PictureOptions) -> None:
         # Text stays text, and two runs give the same bytes.
         with mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "view"}):
             metadata: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-            figure.savefig(
-                path, dpi=options.dpi, facecolor="white", metadata=metadata.get(path.suffix[1:])
-            )
+            render(figure, path, dpi=options.dpi, metadata=metadata.get(path.suffix[1:]))
     except OSError as exc:
         raise OutputError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
+
+
+def render(figure: "Figure", target: Path | BinaryIO, **options: Any) -> None:
+    """``savefig``, without a word for each letter of a name that the font does not have."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        figure.savefig(target, facecolor="white", **options)
 
 
 def check_installed() -> None:
@@ -295,7 +313,7 @@ def _overview_facts(result: SlideResult) -> list[tuple[str, str]]:
         area = float(result.tissue_ratios.sum()) * (
             (result.tile.stride_px * result.tile.mpp / 1000) ** 2
         )
-        facts.append(("tissue in tiles", f"{area:,.1f} mm²"))
+        facts.append(("tissue in tiles", f"{three_digits(area)} mm²"))
     if len(result.failed):
         facts.append(("failed tiles", f"{len(result.failed):,}"))
     return facts

@@ -156,10 +156,14 @@ class Page:
         """Title and subtitle over the map, the slide's name in the subtitle."""
         height = self.figure.get_figheight()
         self.figure.text(
-            EDGE, 1 - 0.16 / height, title, fontsize=15, fontweight="bold", color=INK, va="top"
-        )
+            EDGE, 1 - 0.16 / height, title, fontsize=15, fontweight="bold", color=INK, va="top",
+            parse_math=False,
+        )  # fmt: skip
         line = f"{_shortened(self._result.name, 70)} · {subtitle}"
-        self.figure.text(EDGE, 1 - 0.45 / height, line, fontsize=9, color=_QUIET, va="top")
+        # Names may hold dollar signs, between which matplotlib expects a formula.
+        self.figure.text(
+            EDGE, 1 - 0.45 / height, line, fontsize=9, color=_QUIET, va="top", parse_math=False
+        )
 
     def show_ground(self, ground: Ground | None, *, pale: bool = False) -> None:
         """The slide under everything else; white where there is no picture of it."""
@@ -221,6 +225,8 @@ class Page:
         self._colour_bar(image, values, label)
 
     def _colour_bar(self, image: Any, values: npt.NDArray[np.float32], label: str) -> None:
+        from matplotlib.ticker import FuncFormatter
+
         bar_inches = min(2.9, self.figure.get_figheight() - _HEAD_INCHES - 1.5)
         axes = self._panel(0.30, bar_inches)
         box = axes.get_position()
@@ -230,6 +236,8 @@ class Page:
         extend = {("", ""): "neither", ("min", ""): "min", ("", "max"): "max"}.get(ends, "both")
         bar = self.figure.colorbar(image, cax=axes, extend=extend, extendfrac=0.035)
         bar.outline.set_visible(False)
+        # Whole numbers at each tick: an offset would stand in the way of the label.
+        bar.formatter = FuncFormatter(lambda value, _: f"{value:.6g}")
         bar.ax.tick_params(labelsize=8.5, color=_QUIET, labelcolor=INK, length=3)
         self._note(label, top_inches=0.02, size=9, colour=INK)
         middle = float(np.median(values))
@@ -240,8 +248,9 @@ class Page:
         height = self.figure.get_figheight()
         y = 1 - (_HEAD_INCHES + top_inches) / height
         self.figure.text(
-            self._panel_left, y, words, fontsize=size, color=colour, va="top", linespacing=1.45
-        )
+            self._panel_left, y, words, fontsize=size, color=colour, va="top", linespacing=1.45,
+            parse_math=False,
+        )  # fmt: skip
 
     def _part_cells(self, lattice: Lattice) -> None:
         """Thin white lines between cells where they are large enough to carry them."""
@@ -460,7 +469,7 @@ class Page:
                 box.x0 + 0.022, middle, f"{number + 1}", fontsize=10, color=INK,
                 fontweight="bold", va="center",
             )  # fmt: skip
-            words = f"{size / len(self._result):.0%}\n{_three(size * cell_mm2)} mm²"
+            words = f"{size / len(self._result):.0%}\n{three_digits(size * cell_mm2)} mm²"
             self.figure.text(
                 box.x0 + 0.042, middle, words, fontsize=7.5, color=INK, va="center",
                 linespacing=1.3,
@@ -484,7 +493,7 @@ def _shortened(words: str, most: int) -> str:
     return f"{words[:half]}…{words[-half:]}"
 
 
-def _three(value: float) -> str:
+def three_digits(value: float) -> str:
     """Two or three digits, never an exponent: 0.082, 4.1, 1,230."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 

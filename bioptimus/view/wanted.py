@@ -106,7 +106,8 @@ def _embedding(source: SlideResult, wanted: Wanted, options: PictureOptions) -> 
     if wanted.fit_on is None:
         return figures.draw_embedding(source, options)
     if not wanted.fit_on.is_dir():
-        raise UsageError(f"--fit-on {wanted.fit_on}: no such folder")
+        there = "is a file, not a folder" if wanted.fit_on.exists() else "no such folder"
+        raise UsageError(f"--fit-on {wanted.fit_on}: {there}")
     paths = sorted(wanted.fit_on.rglob("*.h5"))
     if not paths:
         raise UsageError(f"--fit-on {wanted.fit_on}: holds no result files (*.h5)")
