@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from bioptimus.pipeline import SlideJob, SlideReport
 
 
+# What a slide is called that is skipped, but not because it is done.
+HELD = "held by another job"
 STOPPING = "stopping: finishing the batches under way; press again to stop at once"
 # Told to the terminal itself, not to what stands for it in Python.
 _STDERR = 2

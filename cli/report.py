@@ -7,7 +7,7 @@ import typer
 
 from bioptimus.counting import counted
 from bioptimus.errors import UsageError
-from cli.progress import without_name
+from cli.progress import HELD, without_name
 
 
 def report(
@@ -68,13 +68,19 @@ def _print_text(summary: Any) -> None:
         if record["state"] in ("failed", "stopped"):
             reason = without_name(record["reason"], record["slide"])
             typer.echo(f"{record['state']}: {record['slide']}: {reason}")
+    held = set(summary.held)
     for slide in summary.missing:
-        typer.echo(f"missing: {slide}: no run accounted for it; run the same command again")
+        if slide in held:
+            typer.echo(f"{HELD}: {slide}: that job has not accounted for it yet")
+        else:
+            typer.echo(f"missing: {slide}: no run accounted for it; run the same command again")
     for path, reason in summary.skipped.items():
         typer.echo(f"left out: {path} ({reason})")
-    states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-    if summary.missing:
-        states += f"{', ' * bool(states)}{len(summary.missing)} missing"
+    states = [f"{count} {state}" for state, count in sorted(counts.items())]
+    if held:
+        states.append(f"{len(held)} {HELD}")
+    if lost := len(summary.missing) - len(held):
+        states.append(f"{lost} missing")
     runs = counted(len(summary.runs), "run")
-    typer.echo(f"{runs}: {states or 'no slides'}; {counted(tiles, 'tile')}", nl=False)
+    typer.echo(f"{runs}: {', '.join(states) or 'no slides'}; {counted(tiles, 'tile')}", nl=False)
     typer.echo(f", {counted(failed_tiles, 'failed tile')}" if failed_tiles else "")

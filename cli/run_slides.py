@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cli.progress import left_out, without_name
+from cli.progress import HELD, left_out, without_name
 
 if TYPE_CHECKING:
     from bioptimus.batch.run import RunConfig, RunResult
@@ -131,6 +131,8 @@ def _show_table(result: "RunResult") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from bioptimus.batch.report import is_left_to_another_job
+
     console = Console(stderr=True, soft_wrap=True)
     if not result.reports:
         console.print("nothing to do: this share of the inputs is empty", highlight=False)
@@ -152,6 +154,7 @@ def _show_table(result: "RunResult") -> None:
         console.print(table)
     counts: dict[str, int] = {}
     for report in result.reports:
-        counts[report.state] = counts.get(report.state, 0) + 1
+        state = HELD if is_left_to_another_job(report.state, report.output) else report.state
+        counts[state] = counts.get(state, 0) + 1
     summary = ", ".join(f"{count} {state}" for state, count in counts.items())
     console.print(f"{summary}; report: {result.run_file}", markup=False, highlight=False)

@@ -272,6 +272,21 @@ def test_csv_gives_each_slide_its_own_values_and_carries_the_rest(tmp_path: Path
     assert third.relative == PurePath("gone.svs")
 
 
+def test_remarks_blank_lines_and_white_space_in_a_list_are_no_slides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    touch(Path("a.svs"), Path("#b.svs"))
+    plain = "# cohort 7, without controls\n\n  a.svs\t\n   # late\n./#b.svs\n"
+    assert names(find_inputs(["-"], stdin=io.StringIO(plain))) == ["a.svs", "#b.svs"]
+    Path("list.csv").write_text("# cohort, 7\n\nslide,mpp\n a.svs , 0.5 \n#b.svs,0.25\n")
+    slides = find_inputs(["list.csv"]).slides
+    assert [(slide.relative.name, slide.mpp) for slide in slides] == [
+        ("a.svs", 0.5),
+        ("#b.svs", 0.25),
+    ]
+
+
 def test_csv_with_semicolons_as_spreadsheets_write_it(tmp_path: Path) -> None:
     touch(tmp_path / "x.svs")
     (tmp_path / "l.csv").write_text("slide;mpp;note\nx.svs;0.5;a,b\n")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bioptimus.batch.claims import Claim
 from cli.main import main
 from tests.slides import tissue, truncate, white, write_pyramid
 
@@ -147,3 +148,26 @@ def test_a_report_keeps_the_name_in_front_for_who_reads_the_reason_alone(
     records = [json.loads(line) for line in run.read_text().splitlines()]
     (reason,) = [each["reason"] for each in records if each["kind"] == "slide"]
     assert reason.startswith("empty.svs: is empty")
+
+
+def test_slide_that_another_job_holds_is_not_counted_as_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_pyramid(tmp_path / f"{name}.tif", white(224, 224), mpp=0.5, factors=(1,))
+    words = ["embed", "a.tif", "b.tif", "--tissue", "none"]
+    claim = Claim.take(Path("embeddings/lite0/b.h5"))
+    assert claim is not None
+    with claim:
+        assert main(words) == 0
+    assert "1 ok, 1 held by another job; report: " in capsys.readouterr().err
+    assert main(["report", "embeddings"]) == 1
+    told = capsys.readouterr().out
+    assert "held by another job: b.tif: that job has not accounted for it yet\n" in told
+    assert "1 run: 1 ok, 1 held by another job; 1 tile\n" in told
+    assert main(words) == 0
+    told = capsys.readouterr().err
+    assert "1 skipped, 1 ok; report: " in told or "1 ok, 1 skipped; report: " in told
+    assert main(["report", "embeddings"]) == 0
+    assert "held" not in capsys.readouterr().out

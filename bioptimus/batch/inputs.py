@@ -591,7 +591,8 @@ def _read_text(path: Path) -> str:
 
 def _parse_list(name: str, text: str, folder: Path) -> Iterator[tuple[str, _Row]]:
     """Yield each slide as written and its row, from a CSV or from plain lines of paths."""
-    header = next((line for line in text.splitlines() if line.strip()), "")
+    lines = [line.strip() for line in text.splitlines()]
+    header = next((line for line in lines if line and not line.startswith("#")), "")
     # Spreadsheets write semicolons where the comma is the decimal sign.
     delimiter = max(",;\t", key=header.count)
     columns = [cell.strip().lower() for cell in next(csv.reader([header], delimiter=delimiter), [])]
@@ -601,7 +602,7 @@ def _parse_list(name: str, text: str, folder: Path) -> Iterator[tuple[str, _Row]
                 f"{name}: no column {SLIDE_COLUMN!r} in its first line; found: "
                 f"{', '.join(columns) or 'nothing'}"
             )
-        yield from ((line.strip(), _Row()) for line in text.splitlines() if line.strip())
+        yield from ((line, _Row()) for line in lines if line and not line.startswith("#"))
         return
     if twice := [column for column, count in Counter(columns).items() if count > 1]:
         raise UsageError(f"{name}: column {twice[0]!r} is there twice")
@@ -611,7 +612,8 @@ def _parse_list(name: str, text: str, folder: Path) -> Iterator[tuple[str, _Row]
         if not any(cell.strip() for cell in cells):
             continue
         if not past_header:
-            past_header = True
+            # Remarks may stand above it; below it, a slide may have such a name.
+            past_header = not cells[0].lstrip().startswith("#")
             continue
         where = f"{name}, line {reader.line_num}"
         if len(cells) > len(columns):

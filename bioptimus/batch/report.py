@@ -169,12 +169,14 @@ class RunsSummary:
     Attributes:
         slides: Best record of each slide, by its path.
         missing: Slides that a run was given and none accounted for.
+        held: Those of them that a run passed over because another job was at work on them.
         skipped: Files below the inputs that no run took, with the reason.
         runs: First lines of the run files.
     """
 
     slides: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -193,25 +195,32 @@ def read_runs(out: Path) -> RunsSummary:
         raise OutputError(f"{out}: no {RUNS_FOLDER}/*.json here; is this an --out folder?")
     summary = RunsSummary()
     planned: dict[str, None] = {}
+    held: set[str] = set()
     for path in paths:
         for line in path.read_bytes().splitlines():
             try:
                 record = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
-            _merge(summary, planned, record)
+            _merge(summary, planned, held, record)
     summary.missing = [slide for slide in planned if slide not in summary.slides]
+    summary.held = [slide for slide in summary.missing if slide in held]
     return summary
 
 
-def _merge(summary: RunsSummary, planned: dict[str, None], record: dict[str, Any]) -> None:
+def _merge(
+    summary: RunsSummary, planned: dict[str, None], held: set[str], record: dict[str, Any]
+) -> None:
     kind = record.get("kind")
     if kind == "run":
         summary.runs.append(record)
     elif kind == "inputs":
         planned.update(dict.fromkeys(record["slides"]))
         summary.skipped.update((each["path"], each["reason"]) for each in record["skipped"])
-    elif kind == "slide" and not is_left_to_another_job(record["state"], record["output"]):
+    elif kind == "slide":
+        if is_left_to_another_job(record["state"], record["output"]):
+            held.add(record["slide"])
+            return
         before = summary.slides.get(record["slide"])
         if before is None or _rank(record) <= _rank(before):
             summary.slides[record["slide"]] = record
