@@ -12,13 +12,14 @@ from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport
 
 if TYPE_CHECKING:
     from bioptimus.inference.results import Result
+    from bioptimus.runtime.server_model import BaseServerModel
 
 
 def embed_slide(
     slide: Path | str,
     *,
     out: Path | str = "embeddings",
-    model: str = "lite0",
+    model: "str | Path | BaseServerModel" = "lite0",
     checkpoint: Path | str | None = None,
     device: str = "auto",
     predictions: bool = False,
@@ -26,16 +27,17 @@ def embed_slide(
 ) -> "Result":
     """Embed one slide and open the result; what is done already is only opened.
 
-    The model is loaded by each call. For many slides, one :func:`bioptimus.batch.run.run` over
-    a folder loads it once and reads the next slide while this one ends. Works inside a running
-    event loop, such as a notebook's.
+    A model that is named is loaded by each call; load it once with
+    :func:`bioptimus.runtime.build_server_model` and pass that instead for several slides. For
+    many, one :func:`bioptimus.batch.run.run` over a folder is faster still, since it reads the next
+    slide while this one ends. Works inside a running event loop, such as a notebook's.
 
     Args:
         slide: The slide file.
         out: Folder for results, as ``--out`` of the command.
-        model: Registry key, or path of a self-describing ``.pt2``.
+        model: Registry key, path of a self-describing ``.pt2``, or a model loaded from a file.
         checkpoint: ``.pt2`` for a registry key whose weights are the user's.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; a loaded model stays where it is.
         predictions: Whether to write the predictions of the same forward pass too.
         options: Scale, tiles, tissue and more; their mode is set by ``predictions``.
 
@@ -46,22 +48,26 @@ def embed_slide(
         OutputError: The result cannot be written, or a file from other parameters is there.
     """
     mode = InferenceMode.PREDICTION_WITH_EMBEDDING if predictions else InferenceMode.EMBEDDING
+    loaded = None if isinstance(model, str | Path) else model
+    if loaded is not None:
+        _check_loaded(loaded, checkpoint, device)
+        model, checkpoint, device = loaded.model_name, loaded.checkpoint_path, loaded.device
     config = RunConfig(
         inputs=(str(slide),),
         out=Path(out),
-        model=model,
+        model=str(model),
         checkpoint=None if checkpoint is None else Path(checkpoint),
         device=device,
         slide=replace(options or SlideOptions(), mode=mode),
         command=("embed_slide", str(slide)),
     )
-    count = len(list_work(config).jobs)
+    count = len(list_work(config, loaded).jobs)
     if count != 1:
         raise UsageError(f"{slide}: holds {count} slides; give one, or use bioptimus.batch.run")
     stop = _Stop()
     # The caller's thread only waits, so that a stop button reaches it while the run goes on.
     with ThreadPoolExecutor(1, thread_name_prefix="embed-slide") as one:
-        running = one.submit(run, config, listener=_Silent(), stop=stop)
+        running = one.submit(run, config, listener=_Silent(), stop=stop, model=loaded)
         try:
             reports = running.result().reports
         except KeyboardInterrupt:
@@ -69,6 +75,18 @@ def embed_slide(
             stop.stopped = True
             raise
     return _opened(reports[0])
+
+
+def _check_loaded(model: "BaseServerModel", checkpoint: Path | str | None, device: str) -> None:
+    if checkpoint is not None:
+        raise UsageError(
+            f"checkpoint {checkpoint}: {model.model_name} is loaded already; leave out one of them"
+        )
+    if device not in ("auto", model.device, model.device.partition(":")[0]):
+        raise UsageError(
+            f"device {device}: {model.model_name} is on {model.device}; load it on {device}, or "
+            "leave out the device"
+        )
 
 
 def _opened(report: SlideReport) -> "Result":

@@ -3,15 +3,23 @@
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import bioptimus
-from bioptimus.errors import OutputMismatchError, SlideOpenError, UsageError
+from bioptimus.batch import run as batch_run
+from bioptimus.batch.threads import plan_threads
+from bioptimus.errors import CheckpointError, OutputMismatchError, SlideOpenError, UsageError
 from bioptimus.inference.results import Result
 from bioptimus.pipeline import SlideOptions
 from bioptimus.planning import PlanOptions
+from bioptimus.runtime import build_server_model
+from bioptimus.runtime.runners import available_cores
+from tests.models import fake_model
+from tests.tiny_models import save_tiny
 
 
 def test_one_call_embeds_a_slide_inside_a_running_loop(example_slide: Path, tmp_path: Path) -> None:
@@ -31,6 +39,46 @@ def test_one_call_embeds_a_slide_inside_a_running_loop(example_slide: Path, tmp_
     other = SlideOptions(plan=PlanOptions(min_tissue=0.9))
     with pytest.raises(OutputMismatchError, match=r"min tissue is 0\.5 there, 0\.9 now"):
         bioptimus.embed_slide(example_slide, out=tmp_path, predictions=True, options=other)
+
+
+def test_a_loaded_model_serves_slide_after_slide(
+    example_slide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = bioptimus.embed_slide(example_slide, out=tmp_path / "named")
+    cores = available_cores()
+    torch.set_num_threads(cores)
+    model = build_server_model("lite0")
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("loaded again")
+
+    monkeypatch.setattr(batch_run, "build_server_model", load)
+    for folder in ("first", "second"):
+        result = bioptimus.embed_slide(example_slide, out=tmp_path / folder, model=model)
+        # The last digits depend on which tiles share a batch, and that on the threads.
+        np.testing.assert_allclose(result.features, named.features, rtol=0, atol=2e-5)
+    # As many passes side by side as the threads of this run ask for, not those of the loading.
+    slots = vars(vars(model._runner)["_slots"])
+    assert slots["_initial_value"] == cores // plan_threads(on_cpu=True, slides=1).threads
+
+    before = named.path.stat().st_mtime_ns
+    again = bioptimus.embed_slide(example_slide, out=tmp_path / "named", model=model)
+    assert again.path.stat().st_mtime_ns == before, "done under its name is done"
+
+
+def test_what_contradicts_a_loaded_model_is_refused(example_slide: Path, tmp_path: Path) -> None:
+    model = build_server_model(save_tiny(tmp_path / "tiny.pt2"))
+    for options, words in (
+        ({"checkpoint": "h0.pt2"}, "tiny is loaded already"),
+        ({"device": "cuda"}, "device cuda: tiny is on cpu"),
+        ({"predictions": True}, "tiny: makes embeddings only"),
+    ):
+        given: dict[str, Any] = options
+        with pytest.raises(UsageError, match=words):
+            bioptimus.embed_slide(example_slide, out=tmp_path, model=model, **given)
+    # Its results could not be told from those of another model of that name.
+    with pytest.raises(CheckpointError, match="made in memory"):
+        bioptimus.embed_slide(example_slide, out=tmp_path, model=fake_model()[0])
 
 
 def test_a_slide_that_cannot_be_read_raises_its_own_error(tmp_path: Path) -> None:

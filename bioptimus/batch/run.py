@@ -179,6 +179,7 @@ def run(
     listener: RunListener,
     stop: StopSignal,
     failed: MutableSequence[int] | None = None,
+    model: "BaseServerModel | None" = None,
 ) -> RunResult:
     """Process every slide of the inputs, or this job's share of them.
 
@@ -188,6 +189,8 @@ def run(
         stop: Once it says so, running slides flush what they have and end as ``stopped``.
         failed: A number per slide, not 0 once it has failed; shared by the processes of one run
             on several devices, so that only one of them tries such a slide.
+        model: Loaded already from a file; what the configuration says of model and device is only
+            reported then. How many passes it runs at once is set for this run.
 
     Returns:
         A report for each slide; an error of one slide is in its report, not raised.
@@ -203,7 +206,7 @@ def run(
     prepare_environment()
     if config.device != "auto":
         require_device(config.device)
-    work = list_work(config)
+    work = list_work(config, model)
     work.tell_notes()
     run_file = RunFile(
         config.out,
@@ -216,7 +219,9 @@ def run(
     with contextlib.closing(run_file):
         if failed is None:
             failed = bytearray(len(work.jobs))
-        reports = _run_jobs(work, config, run_file, listener, stop, failed) if work.jobs else []
+        reports = []
+        if work.jobs:
+            reports = _run_jobs(work, config, run_file, listener, stop, failed, model)
     return RunResult(
         reports=tuple(reports),
         skipped=work.skipped,
@@ -249,8 +254,12 @@ class Work:
                 log.warning("%s", note)
 
 
-def list_work(config: RunConfig) -> Work:
+def list_work(config: RunConfig, model: "BaseServerModel | None" = None) -> Work:
     """Find the model's description and the slides of this run's share.
+
+    Args:
+        config: What to do.
+        model: Loaded already, in place of the configuration's.
 
     Raises:
         UsageError: The inputs or options make no sense, or two results would share a name.
@@ -260,7 +269,7 @@ def list_work(config: RunConfig) -> Work:
     if config.stage is not None:
         refuse_unwritable(config.stage, option="--stage")
     require_tissue_file(config.slide.plan.tissue)
-    choice = resolve_model(config.model, config.checkpoint, sha256=config.sha256)
+    choice = _choice(config, model)
     _check_mode(choice.spec, config.slide.mode)
     tile = config.slide.plan.applied_to(choice.spec.tile)
     if tile.size_px != choice.spec.tile.size_px:
@@ -314,6 +323,15 @@ def _check_rna(config: RunConfig, spec: ModelSpec, slides: Iterable[SlideInput])
         )
 
 
+def _choice(config: RunConfig, model: "BaseServerModel | None") -> ModelChoice:
+    if model is None:
+        return resolve_model(config.model, config.checkpoint, sha256=config.sha256)
+    # A model without a file has no digest, by which results of one model are told from another's.
+    return ModelChoice(
+        name=model.model_name, spec=model.model_spec, checkpoint=model.checkpoint_path
+    )
+
+
 def _check_mode(spec: ModelSpec, mode: InferenceMode) -> None:
     if spec.output_kind == "mask":
         raise UsageError(f"{spec.name}: makes tissue masks; pass it as --tissue instead")
@@ -349,11 +367,11 @@ def _run_jobs(
     listener: RunListener,
     stop: StopSignal,
     failed: MutableSequence[int],
+    model: "BaseServerModel | None",
 ) -> list[SlideReport]:
     import torch
 
-    listener.loading(work.model.spec.name)
-    device = wanted_device(config.device)
+    device = model.device if model else wanted_device(config.device)
     plan = plan_threads(
         on_cpu=device == "cpu",
         slides=len(work.jobs),
@@ -363,7 +381,12 @@ def _run_jobs(
     )
     # Before loading: how many passes the model lets run side by side follows from it.
     torch.set_num_threads(plan.threads)
-    model = build_server_model(work.model.name, work.model.checkpoint, device, sha256=config.sha256)
+    if model is None:
+        choice = work.model
+        listener.loading(choice.spec.name)
+        model = build_server_model(choice.name, choice.checkpoint, device, sha256=config.sha256)
+    else:
+        model.set_concurrency(default_slots(device))
     segmenter = None
     if is_tissue_model(config.slide.plan.tissue):
         segmenter = open_segmenter(config.slide.plan.tissue, device=device)

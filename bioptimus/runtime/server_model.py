@@ -43,7 +43,7 @@ from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.loader import MODEL_ROOT
-from bioptimus.runtime.runners import Runner, lacks_memory, open_runner
+from bioptimus.runtime.runners import CheckedRunner, Runner, lacks_memory, open_runner
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,15 @@ class BaseServerModel:
     def max_batch(self) -> int | None:
         """Most tiles of one pass; longer batches are run in parts. None: no limit known."""
         return self._runner.max_batch
+
+    def set_concurrency(self, passes: int) -> None:
+        """Change how many passes may be under way at once, where the runner bounds them.
+
+        Args:
+            passes: At least 1.
+        """
+        if isinstance(self._runner, CheckedRunner):
+            self._runner.set_concurrency(passes)
 
     @property
     def checkpoint_path(self) -> Path:
