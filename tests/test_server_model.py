@@ -4,7 +4,9 @@ import hashlib
 import json
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from bioptimus.runtime.server_model import (
     BulkRNAServerModel,
     MaskServerModel,
     PreparedSample,
+    StreamPool,
 )
 from bioptimus.tiles import TileSpec
 from tests.models import BOTH, EMBEDDING, SIZE, FakeRunner, fake_model, mean_colour, pixels, request
@@ -248,6 +251,40 @@ def test_want_of_memory_lets_go_of_what_the_pass_had_made() -> None:
     # The caller still holds the error, while it tries again with a smaller batch.
     assert caught.value.__cause__ is not None
     assert made[0]() is None
+
+
+def test_passes_side_by_side_have_a_stream_each_and_later_ones_use_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[object] = []
+    current: list[object] = []
+
+    def make(device: torch.device) -> object:
+        made.append(device)
+        return len(made)
+
+    @contextmanager
+    def use(stream: object) -> Iterator[None]:
+        current.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    pool = StreamPool(torch.device("cuda:1"))
+    with pool.lease(), pool.lease():
+        pass
+    assert current == [1, 2]
+    with pytest.raises(ValueError, match="failed"), pool.lease():
+        raise ValueError("failed")
+    for _ in range(5):  # each slide has threads of its own
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(_lease, pool).result()
+    assert made == [torch.device("cuda:1")] * 2
+
+
+def _lease(pool: StreamPool) -> None:
+    with pool.lease():
+        pass
 
 
 def test_float_layout_gets_the_usual_normalisation_bit_for_bit() -> None:

@@ -8,8 +8,9 @@ A runner is shared by every thread of the process. What it promises, and why:
 - **A semaphore bounds the passes under way.** More threads than cores cost throughput.
 - **Batches of any length are answered**: none gives empty outputs, one beyond the program's
   limit is run in parts, one below it is padded and cut.
-- **On a GPU each calling thread has its own stream**, pinned memory both ways, and waits on an
-  event, without the lock: one thread's copies overlap another one's pass.
+- **On a GPU a pass runs on its caller's stream**, or on one that is its thread's alone, with pinned
+  memory both ways, and waits asleep on an event, without the lock: one thread's copies overlap
+  another one's pass.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ class CheckedRunner:
             results = [torch.empty(o.shape, pin_memory=True) for o in outputs]
             for result, output in zip(results, outputs, strict=True):
                 result.copy_(output, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # Blocking means asleep: by default the thread would spin, on a core that decodes tiles.
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record()
         done.synchronize()  # without the interpreter lock
         # Pinned memory is scarce and pooled: hand the pool its block back.

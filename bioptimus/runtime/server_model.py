@@ -11,8 +11,8 @@ Two stages, so that nobody pays for another's mistake:
 construction it changes nothing but a cache guarded by a lock and buffers that belong to the
 calling thread, so every method may be called from any number of threads at once and gives the
 same bits as one call after the other. How many passes really run at once is the runner's
-business: it holds a semaphore. On CUDA each calling thread has a stream of its own, so that the
-copy of one batch overlaps the computation of another, and waits without the interpreter lock.
+business: it holds a semaphore. On CUDA each pass has a stream that no other uses meanwhile, so that
+the copy of one batch overlaps the computation of another, and waits without the interpreter lock.
 
 **NaN and infinity** in the answer for one tile fail neither the batch nor the call: that response
 says ``finite = False``, and whoever stores the values must look.
@@ -20,8 +20,8 @@ says ``finite = False``, and whoever stores the values must look.
 
 import logging
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -67,6 +67,39 @@ class PreparedSample:
 
     tile: torch.Tensor
     extra_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class StreamPool:
+    """CUDA streams for passes under way: as many as there ever were at once, used again.
+
+    Not one for each thread: every slide comes with threads of its own, and torch keeps the memory
+    of a stream for that stream alone, so a card would fill up with what ended slides have used.
+
+    May be used from any thread.
+
+    Args:
+        device: Of the streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: list[torch.cuda.Stream] = []  # append and pop need no lock
+
+    @contextmanager
+    def lease(self) -> Iterator[None]:
+        """Work of the block goes to a stream that nobody else has meanwhile.
+
+        What a block that failed has left on it is done before the next one's work.
+        """
+        try:
+            stream = self._idle.pop()
+        except IndexError:
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self._idle.append(stream)
 
 
 class BaseServerModel:
@@ -127,6 +160,7 @@ class BaseServerModel:
         self._path = path
         self._device = torch.device(runner.device)
         self._local = threading.local()
+        self._streams = StreamPool(self._device) if self._device.type == "cuda" else None
         size = model_spec.tile.size_px
         self._tile_size = (size, size)
         self._rna_cache: tuple[tuple[Float32, torch.Tensor], ...] = ()
@@ -292,7 +326,7 @@ class BaseServerModel:
         return _ForwardError(f"{self.model_name}: forward pass of {tiles} tiles failed: {exc}")
 
     def _run(self, samples: list[PreparedSample]) -> tuple[npt.NDArray[Any], ...]:
-        with self._own_stream():
+        with self._streams.lease() if self._streams else nullcontext():
             tiles = self._stage("tile", [_as_stored(sample.tile) for sample in samples])
             inputs = [self._in_model_layout(tiles)]
             inputs += [
@@ -301,14 +335,6 @@ class BaseServerModel:
             ]
             outputs = self._runner(*inputs)
             return tuple(self._to_host(output) for output in outputs)
-
-    def _own_stream(self) -> AbstractContextManager[Any]:
-        """On CUDA, work of this thread goes to a stream that is its alone."""
-        if self._device.type != "cuda":
-            return nullcontext()
-        if not hasattr(self._local, "stream"):
-            self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return torch.cuda.stream(self._local.stream)
 
     def _stage(self, name: str, rows: list[torch.Tensor]) -> torch.Tensor:
         """One tensor of all rows, on the device."""
@@ -366,9 +392,9 @@ class BaseServerModel:
             return output.to(torch.float32).numpy()
         host = torch.empty(output.shape, dtype=torch.float32, pin_memory=True)
         host.copy_(output, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record()
-        done.synchronize()  # without the interpreter lock
+        done.synchronize()  # asleep, and without the interpreter lock
         return host.numpy().copy()  # pinned memory is scarce: give it back at once
 
     def _answer(
