@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bioptimus.batch.claims import Claim, claim_path
-from bioptimus.batch.report import RunFile, read_runs
+from bioptimus.batch.report import RunFile, merge_reports, read_runs
 from bioptimus.errors import OutputError
-from bioptimus.pipeline import SlideReport
+from bioptimus.pipeline import SlideJob, SlideReport, Timings
 
 
 @contextmanager
@@ -40,6 +40,37 @@ def test_line_that_a_full_disk_cut_short_is_told_and_spoils_no_other(tmp_path: P
     summary = read_runs(tmp_path)
     assert sorted(summary.slides) == ["a.svs", "c.svs"]
     assert summary.missing == ["b.svs"]
+
+
+FAILED = SlideReport(slide="a.svs", state="failed", seconds=Timings(total=1))
+STOPPED = SlideReport(slide="a.svs", state="stopped", seconds=Timings(total=1))
+NOT_STARTED = SlideReport(slide="a.svs", state="stopped", reason="not started")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "counts"),
+    [
+        (NOT_STARTED, FAILED, FAILED),
+        (FAILED, NOT_STARTED, FAILED),
+        (STOPPED, FAILED, FAILED),
+        (FAILED, STOPPED, STOPPED),
+    ],
+)
+def test_slide_that_no_run_finished_is_as_the_last_to_try_it_says(
+    earlier: SlideReport, later: SlideReport, counts: SlideReport, tmp_path: Path
+) -> None:
+    for report in (earlier, later):
+        with closing(run_file(tmp_path)) as run:
+            run.add(report)
+    found = read_runs(tmp_path).slides["a.svs"]
+    assert (found["state"], found["reason"]) == (counts.state, counts.reason)
+
+
+def test_slide_that_failed_on_one_device_is_not_called_stopped_for_the_other() -> None:
+    job = SlideJob(path=Path("a.svs"), output=Path("a.h5"), name="a.svs")
+    for reports in ((FAILED, NOT_STARTED), (NOT_STARTED, FAILED)):
+        (merged,) = merge_reports(reports, [job], dead=())
+        assert merged.state == "failed"
 
 
 def test_claim_that_a_full_disk_cut_short_is_not_taken(tmp_path: Path) -> None:

@@ -168,6 +168,12 @@ def test_a_later_success_replaces_a_failure(out: Path, sample: Sample) -> None:
     assert entry(out, "slides/no.svs").state == "ok"
 
 
+def test_a_run_stopped_before_it_came_to_a_slide_says_nothing_about_it(out: Path) -> None:
+    not_started = record("slides/no.svs", "stopped", seconds={"total": 0.0})
+    write_run(out, "22", ["slides/no.svs"], [not_started])
+    assert entry(out, "slides/no.svs").state == "failed"
+
+
 def test_a_skip_says_nothing_new_about_a_finished_slide(out: Path) -> None:
     first = entry(out, "slides/a/one.svs")
     write_run(

@@ -19,13 +19,15 @@ import orjson
 
 from bioptimus.batch.jobs import job_id
 from bioptimus.errors import OutputError
-from bioptimus.pipeline import SlideJob, SlideReport, SlideState
+from bioptimus.pipeline import SlideJob, SlideReport
 
 RUNS_FOLDER = "runs"
 
 # Which of several accounts of one slide counts: the best news, since a later rerun that failed
-# does not undo a finished file.
-_BEST_FIRST: tuple[SlideState, ...] = ("ok", "empty", "skipped", "stopped", "failed")
+# does not undo a finished file. What did not end well is as the last to try it says.
+_RANKS: dict[str, int] = {"ok": 0, "empty": 1, "skipped": 2, "stopped": 3, "failed": 3}
+_NOT_BEGUN = 4
+NO_ACCOUNT = 5
 
 
 def slide_record(report: SlideReport) -> dict[str, Any]:
@@ -45,6 +47,22 @@ def is_left_to_another_job(state: str, output: str) -> bool:
     A slide that is skipped because it is done has an output; one that another job holds has none.
     """
     return state == "skipped" and not output
+
+
+def rank(state: str, seconds: float) -> int:
+    """Place of an account among several of one slide, 0 for the best news.
+
+    Of those of one rank, the later counts.
+
+    Args:
+        state: How the slide ended; one of a later version's is taken for good news.
+        seconds: How long the run was at work on it.
+
+    Returns:
+        Less than ``NO_ACCOUNT``.
+    """
+    # A run that was stopped before it came to a slide knows nothing about it.
+    return _NOT_BEGUN if state == "stopped" and not seconds else _RANKS.get(state, 0)
 
 
 def merge_reports(
@@ -76,8 +94,8 @@ def merge_reports(
 
 def _preference(report: SlideReport) -> int:
     if is_left_to_another_job(report.state, report.output):
-        return len(_BEST_FIRST)
-    return _BEST_FIRST.index(report.state)
+        return NO_ACCOUNT
+    return rank(report.state, report.seconds.total)
 
 
 class RunFile:
@@ -227,4 +245,4 @@ def _merge(
 
 
 def _rank(record: dict[str, Any]) -> int:
-    return _BEST_FIRST.index(record["state"])
+    return rank(record["state"], record["seconds"]["total"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bioptimus.batch.report import NO_ACCOUNT, rank
 from bioptimus.errors import BioptimusError
 
 logger = logging.getLogger(__name__)
@@ -110,11 +111,6 @@ class RunData:
     skipped: Mapping[str, str]
 
 
-# Which of several accounts of one slide counts. The best news: a later rerun that failed does
-# not undo a finished file. Between equals, the later one.
-_BEST_FIRST = ("ok", "empty", "skipped", "stopped", "failed", "missing")
-
-
 def collect(out: Path) -> RunData:
     """Read ``runs/*.json`` and every result file below a folder.
 
@@ -186,8 +182,10 @@ class _Reports:
 def _rank(entry: SlideEntry) -> int:
     # Passed over because another job holds it: only that job's own account says anything.
     if entry.state == "skipped" and entry.output is None:
-        return len(_BEST_FIRST)
-    return _BEST_FIRST.index(entry.state) if entry.state in _BEST_FIRST else 0
+        return NO_ACCOUNT + 1
+    if entry.state == "missing":
+        return NO_ACCOUNT
+    return rank(entry.state, entry.seconds.get("total", 0.0))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
