@@ -230,6 +230,19 @@ def test_two_models_on_one_slide_are_two_rows(out: Path, sample: Sample) -> None
     assert rows.count(("slides/a/one.svs", "failed")) == 1, "one model's success hides no failure"
 
 
+def test_a_line_of_another_program_is_passed_over(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(out)]) == 1
+    before = capsys.readouterr().out
+    lines = ("[1, 2]", "7", '{"kind": "slide"}', '{"kind": "inputs"}', '{"kind": ["a"]}', "{}")
+    strange = json.dumps(record("slides/x.svs", "melted"))
+    (out / "runs" / "other.json").write_text("\n".join([*lines, strange]))
+    assert main(["report", str(out)]) == 1
+    assert capsys.readouterr().out == before
+    assert main(["report", str(out), "--html", str(tmp_path / "page.html")]) == 1
+
+
 def test_a_line_cut_short_by_a_kill_is_passed_over(out: Path) -> None:
     path = out / "runs" / "1.json"
     path.write_text(path.read_text() + '{"kind": "sli')
@@ -247,8 +260,8 @@ def test_many_reasons_do_not_bury_the_table(out: Path) -> None:
     assert "6 more reasons" in listed
 
 
-def test_a_folder_that_holds_no_run_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="neither result files nor"):
+def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="neither result files nor"):
         write_html(tmp_path, tmp_path / "a.html")
     with pytest.raises(UsageError, match="no such folder"):
         write_html(tmp_path / "gone", tmp_path / "a.html")

@@ -202,8 +202,8 @@ class RunsSummary:
 def read_runs(out: Path) -> RunsSummary:
     """Sum up every run file below an output folder.
 
-    A line that a killed process cut short is passed over. Of several accounts of one slide the
-    best counts, since a later failure does not undo a finished file.
+    A line that a killed process cut short, or that is not ours, is passed over. Of several
+    accounts of one slide the best counts, since a later failure does not undo a finished file.
 
     Raises:
         OutputError: The folder holds no run files.
@@ -220,10 +220,25 @@ def read_runs(out: Path) -> RunsSummary:
                 record = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
-            _merge(summary, planned, held, record)
+            if _is_record(record):
+                _merge(summary, planned, held, record)
     summary.missing = [slide for slide in planned if slide not in summary.slides]
     summary.held = [slide for slide in summary.missing if slide in held]
     return summary
+
+
+_KEYS = {
+    "run": {"run"},
+    "inputs": {"slides", "skipped"},
+    "slide": {"slide", "state", "reason", "output", "tiles_done", "tiles_failed", "seconds"},
+}
+
+
+def _is_record(found: object) -> bool:
+    """Whether a line is one of ours: other programs may keep JSON files in a folder ``runs``."""
+    if not isinstance(found, dict) or not _KEYS.get(str(found.get("kind")), {""}) <= set(found):
+        return False
+    return found["kind"] != "slide" or found["state"] in _RANKS
 
 
 def _merge(

@@ -20,8 +20,8 @@ def write_html(out: Path, target: Path, *, pictures: bool = True) -> int:
         Number of slides on the page.
 
     Raises:
-        UsageError: The folder is not there, or holds neither results nor reports.
-        OutputError: The page cannot be written.
+        UsageError: The folder is not there.
+        OutputError: The folder holds neither results nor reports, or the page cannot be written.
     """
     from bioptimus.report_html.collect import collect
     from bioptimus.report_html.page import render
@@ -31,7 +31,7 @@ def write_html(out: Path, target: Path, *, pictures: bool = True) -> int:
         raise UsageError(f"{out}: no such folder; give the folder that --out named")
     run = collect(out)
     if not run.slides and not run.runs:
-        raise UsageError(f"{out}: holds neither result files nor runs/*.json")
+        raise OutputError(f"{out}: holds neither result files nor runs/*.json")
     text = render(run, draw_all(run) if pictures else {})
     part = target.with_name(target.name + ".part")
     try:
