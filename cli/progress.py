@@ -34,6 +34,7 @@ class LineProgress:
         self._stream = stream or sys.stderr
         self._lock = threading.Lock()
         self._slides = self._ended = 0
+        self._loading_since = time.monotonic()
 
     def __enter__(self) -> "LineProgress":
         """Nothing to start."""
@@ -44,6 +45,7 @@ class LineProgress:
 
     def loading(self, model: str) -> None:
         """Say which model is being loaded."""
+        self._loading_since = time.monotonic()
         self._line(f"loading {model}")
 
     def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None:
@@ -51,9 +53,10 @@ class LineProgress:
         self._line(f"batch size {tiles} on {device}: {reason}")
 
     def run_started(self, slides: int, *, device: str) -> None:
-        """Say how many slides there are and where the model runs."""
+        """Say how many slides there are, where the model runs and how long it took to load."""
         self._slides = slides
-        self._line(f"{counted(slides, 'slide')} on {device}")
+        seconds = time.monotonic() - self._loading_since
+        self._line(f"{counted(slides, 'slide')} on {device}; model loaded in {seconds:.1f} s")
 
     def slide_started(self, job: "SlideJob") -> None:
         """Say nothing; the line comes when the slide ends."""

@@ -85,6 +85,18 @@ def leftovers(out: Path) -> list[Path]:
     return [path for path in out.rglob("*") if path.suffix in (".part", ".claim")]
 
 
+def test_the_report_tells_what_the_model_did(undisturbed: Path) -> None:
+    (said,) = records(undisturbed, "model")
+    slides = list(records(undisturbed))
+    assert said["name"] == "tiny"
+    assert said["device"] == "cpu"
+    assert said["load_seconds"] > 0
+    assert said["tiles"] == sum(each["tiles_done"] for each in slides)
+    assert 0 < said["passes"] <= sum(each["batches"] for each in slides)
+    share = said["tiles"] / (said["passes"] * said["batch_size"])
+    assert said["fill_share"] == pytest.approx(share, abs=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_fifty_kills_at_random_moments_lose_nothing(

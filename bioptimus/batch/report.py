@@ -1,9 +1,10 @@
 """The run's report: one JSON line a slide, appended as slides end, and the sum over runs.
 
 ``<out>/runs/<id>.json`` starts with a line about the run (``"kind": "run"``) and one with its
-inputs (``"kind": "inputs"``); a line for each slide follows (``"kind": "slide"``). Each line is
-handed to the system whole, so a killed run leaves whole lines; a full disk may cut one short,
-which is passed over in reading. Jobs that share a folder write files of their own.
+inputs (``"kind": "inputs"``); a line for each slide follows (``"kind": "slide"``), at last one
+for the model and its forward passes (``"kind": "model"``). Each line is handed to the system
+whole, so a killed run leaves whole lines; a full disk may cut one short, which is passed over in
+reading. Jobs that share a folder write files of their own.
 """
 
 import datetime
@@ -20,6 +21,7 @@ import orjson
 from bioptimus.batch.jobs import job_id
 from bioptimus.errors import OutputError
 from bioptimus.pipeline import SlideJob, SlideReport
+from bioptimus.runtime.batch_scheduler import BatchStatistics
 
 RUNS_FOLDER = "runs"
 
@@ -150,6 +152,41 @@ class RunFile:
                 "kind": "inputs",
                 "slides": list(inputs),
                 "skipped": [{"path": path, "reason": reason} for path, reason in skipped],
+            }
+        )
+
+    def add_model(
+        self,
+        *,
+        name: str,
+        device: str,
+        load_seconds: float,
+        batch_size: int,
+        passes: BatchStatistics,
+    ) -> None:
+        """Append what the model did in this run, after its last slide.
+
+        Args:
+            name: Of the model.
+            device: Where it ran.
+            load_seconds: From the start of loading to the first slide's.
+            batch_size: Most tiles of a pass, at the end of the run.
+            passes: Every forward pass; batches of several slides may have shared one.
+
+        Raises:
+            OutputError: The file cannot be written any more.
+        """
+        self._append(
+            {
+                "kind": "model",
+                "name": name,
+                "device": device,
+                "load_seconds": round(load_seconds, 3),
+                "batch_size": batch_size,
+                "passes": passes.batches,
+                "tiles": passes.tiles,
+                "fill_share": round(passes.fill, 4),
+                "forward_seconds": round(passes.forward_seconds, 3),
             }
         )
 

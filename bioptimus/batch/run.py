@@ -10,6 +10,7 @@ import gc
 import logging
 import multiprocessing
 import threading
+import time
 from collections.abc import Iterable, Iterator, MutableSequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -379,6 +380,7 @@ def _run_jobs(
         readers=config.readers,
         threads=config.threads,
     )
+    began = time.perf_counter()
     # Before loading: how many passes the model lets run side by side follows from it.
     torch.set_num_threads(plan.threads)
     if model is None:
@@ -392,6 +394,7 @@ def _run_jobs(
         segmenter = open_segmenter(config.slide.plan.tissue, device=device)
     passes = min(plan.passes, default_slots(model.device))
     batch_size = _batch_size(config, model, passes=passes, listener=listener)
+    load_seconds = time.perf_counter() - began
     listener.run_started(len(work.jobs), device=model.device)
     with (
         _loaded_objects_out_of_collections(),
@@ -416,7 +419,15 @@ def _run_jobs(
             segmenter=segmenter,
             failed=failed,
         )
-        return workers.run(plan.workers)
+        reports = workers.run(plan.workers)
+        run_file.add_model(
+            name=model.model_name,
+            device=model.device,
+            load_seconds=load_seconds,
+            batch_size=client.max_batch_size,
+            passes=client.batch_statistics(),
+        )
+        return reports
 
 
 def _batch_size(

@@ -36,6 +36,12 @@ _BATCHES_IN_FLIGHT = 2
 _REQUESTS_PER_PREPARER = 8
 
 
+Forward = Callable[
+    [list[PreparedSample], list[ModelRequest], InferenceMode], Sequence[ModelResponse]
+]
+"""Samples, what they were made from, mode → one response for each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStatistics:
     """What went through the model.
@@ -139,6 +145,7 @@ class BatchScheduler:
         preprocess_workers: Threads that decode images.
         mode: What the model is asked for.
         batches_in_flight: Batches that may be in the model's hands at once.
+        forward: Runs a batch in place of the model's own ``forward_batch``, to share passes.
 
     Raises:
         UsageError: The model cannot answer this mode.
@@ -154,6 +161,7 @@ class BatchScheduler:
         mode: InferenceMode = InferenceMode.PREDICTION,
         *,
         batches_in_flight: int = _BATCHES_IN_FLIGHT,
+        forward: Forward | None = None,
     ) -> None:
         if not max_wait_ms >= 0:
             raise ValueError(f"max_wait_ms {max_wait_ms}: must be 0 or more")
@@ -163,6 +171,7 @@ class BatchScheduler:
         self.max_batch_size = max_batch_size
         self.tally = BatchTally()
         self._model = model
+        self._forward_batch = forward or model.forward_batch
         self._wait_s = max_wait_ms / 1000
         self._limit = batches_in_flight
         name = f"{model.model_name}-{self.mode.value}"
@@ -457,7 +466,7 @@ class BatchScheduler:
         entries[:] = kept
         if not kept:
             return []
-        responses = self._model.forward_batch(samples, requests, self.mode)
+        responses = self._forward_batch(samples, requests, self.mode)
         if len(responses) != len(entries):
             raise _ForwardError(
                 f"{self._model.model_name}: {len(responses)} results for {len(entries)} requests"

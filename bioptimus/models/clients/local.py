@@ -16,7 +16,9 @@ from bioptimus.models.clients.failures import log_failures
 from bioptimus.models.types import InferenceMode
 from bioptimus.runtime.batch_scheduler import BatchScheduler, BatchStatistics, BatchTally
 from bioptimus.runtime.loader import build_server_model
+from bioptimus.runtime.runners import default_slots
 from bioptimus.runtime.server_model import BaseServerModel
+from bioptimus.runtime.shared_passes import SharedPasses
 
 _PREDICTION = InferenceMode.PREDICTION
 _EMBEDDING = InferenceMode.EMBEDDING
@@ -31,9 +33,9 @@ class InProcessClient:
 
     With dynamic batching, concurrent ``*_async`` calls share forward passes through one
     scheduler per event loop and mode, made on first use and ended when its loop has closed.
-    Slides may so be processed in several threads, each with a loop, with one client. Without it
-    each call is a pass of its own; the ``*_batch`` methods always run exactly the batch they are
-    given.
+    Slides may so be processed in several threads, each with a loop, with one client; while the
+    device is busy, batches of several loops share a pass. Without dynamic batching, each call is
+    a pass of its own; the ``*_batch`` methods always run exactly the batch they are given.
 
     Methods may be called from any thread. :meth:`close`, or the end of a ``with`` block, ends all
     schedulers; the model lives on.
@@ -64,7 +66,9 @@ class InProcessClient:
         self._schedulers: dict[tuple[asyncio.AbstractEventLoop, InferenceMode], BatchScheduler] = {}
         self._closed = False
         self._direct = BatchTally()
-        self._ended = BatchStatistics()
+        self._passes = SharedPasses(
+            model, places=default_slots(model.device), max_tiles=max_batch_size
+        )
         self.max_batch_size = max_batch_size
 
     @classmethod
@@ -113,7 +117,7 @@ class InProcessClient:
         if tiles < 1:
             raise ValueError(f"max_batch_size {tiles}: must be at least 1")
         with self._lock:
-            self._max_batch_size = tiles
+            self._max_batch_size = self._passes.max_tiles = tiles
             for scheduler in self._schedulers.values():
                 scheduler.max_batch_size = tiles
 
@@ -279,17 +283,19 @@ class InProcessClient:
         """Batches, tiles and seconds in forward passes so far.
 
         Args:
-            loop: Count only what this event loop's schedulers sent. None: everything, also the
-                batches of loops that have closed and of the methods that do without a loop.
+            loop: Count only the batches that this event loop's schedulers sent; some may have
+                shared a pass. None: the passes themselves, also those of loops that have closed
+                and of the methods that do without a loop.
         """
+        if loop is None:
+            return self._passes.tally.statistics() + self._direct.statistics()
         with self._lock:
-            of_loops = [
+            of_loop = [
                 scheduler.tally.statistics()
                 for (owner, _mode), scheduler in self._schedulers.items()
-                if loop is None or owner is loop
+                if owner is loop
             ]
-            others = self._ended + self._direct.statistics()
-        return sum(of_loops, start=BatchStatistics() if loop is not None else others)
+        return sum(of_loop, start=BatchStatistics())
 
     def close(self) -> None:
         """End all schedulers and wait for the batches under way; a second call does nothing.
@@ -304,9 +310,6 @@ class InProcessClient:
             scheduler.shutdown()
         for scheduler in ended:
             scheduler.shutdown(wait=True)
-        with self._lock:
-            for scheduler in ended:
-                self._ended += scheduler.tally.statistics()
 
     def __enter__(self) -> Self:
         """The client; the ``with`` block's end closes it."""
@@ -375,11 +378,13 @@ class InProcessClient:
         with self._lock:
             self._refuse_if_closed()
             for key in [key for key in self._schedulers if key[0].is_closed()]:
-                over = self._schedulers.pop(key)
-                over.shutdown()
-                self._ended += over.tally.statistics()
+                self._schedulers.pop(key).shutdown()
             scheduler = BatchScheduler(
-                self._model, self._max_batch_size, self._max_wait_ms, mode=mode
+                self._model,
+                self._max_batch_size,
+                self._max_wait_ms,
+                mode=mode,
+                forward=self._passes.forward_batch,
             )
             return self._schedulers.setdefault((loop, mode), scheduler)
 
