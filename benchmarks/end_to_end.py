@@ -197,7 +197,7 @@ class Case:
         assert done == self.tiles, [report.reason for report in result.reports]
         return spent
 
-    def baseline(self, out: Path, *, loader_processes: int) -> None:
+    def baseline(self, out: Path, *, loader_processes: int, search: bool = False) -> None:
         torch.set_num_threads(available_cores())  # what a user's script has
         straight_line(
             self.slides,
@@ -205,6 +205,7 @@ class Case:
             self.network,
             out,
             loader_processes=loader_processes,
+            search=search,
         )
         torch.set_num_threads(plan_threads(on_cpu=True, slides=1).threads)
 
@@ -217,7 +218,9 @@ class _ThroughJson(InProcessClient):
         return ModelResponse.from_json(answer)
 
 
-def measure(case: Case, *, rounds: int, workers: Sequence[int]) -> list[Row]:
+def measure(
+    case: Case, *, rounds: int, workers: Sequence[int], searches: Sequence[bool]
+) -> list[Row]:
     """Every way in turn, so that a busy moment of the machine hits all of them."""
     cores = available_cores()
     rows: dict[str, Row] = {}
@@ -239,10 +242,11 @@ def measure(case: Case, *, rounds: int, workers: Sequence[int]) -> list[Row]:
             add(_JSON, _through_json(case, out / "json"))
             # People use either: 0 is the DataLoader's own default, and reads between the passes.
             for count in (0, cores):
-                add(
-                    f"baseline, DataLoader of {count} processes",
-                    _timed(partial(case.baseline, out / "baseline", loader_processes=count)),
-                )
+                for search in searches:
+                    line = partial(
+                        case.baseline, out / "baseline", loader_processes=count, search=search
+                    )
+                    add(f"baseline, {count} loaders{', Otsu' if search else ''}", _timed(line))
     return list(rows.values())
 
 
@@ -313,7 +317,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         case = Case(name, slides, model, network)
         heavy = model == "lite0"
         workers = (1, 2, 3, 4) if len(slides) > 1 and not heavy else ()
-        show(case, measure(case, rounds=1 if heavy else options.rounds, workers=workers))
+        rows = measure(
+            case,
+            rounds=1 if heavy else options.rounds,
+            workers=workers,
+            # Beside a model that takes its time the search takes none.
+            searches=(False,) if heavy else (False, True),
+        )
+        show(case, rows)
 
 
 if __name__ == "__main__":
