@@ -41,6 +41,7 @@ from bioptimus.errors import (
 from bioptimus.inference.layout import digest_of
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
+from bioptimus.io.resolution import MPP_COLUMN
 from bioptimus.io.wsi import OpenOptions, Slide, TileReader
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
@@ -379,7 +380,7 @@ def job_options(job: SlideJob, options: SlideOptions) -> tuple[OpenOptions, Plan
     """The run's options with what the input table says about one slide."""
     opening, planning = options.opening, options.plan
     if job.mpp is not None:
-        opening = replace(opening, mpp_override=job.mpp)
+        opening = replace(opening, mpp_override=job.mpp, override_source=MPP_COLUMN)
     if job.mask is not None:
         planning = replace(planning, tissue=str(job.mask))
     return opening, planning

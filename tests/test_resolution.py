@@ -1,11 +1,13 @@
 """Which µm/px wins, and what is said about the others."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bioptimus.errors import ResolutionError, UsageError
 from bioptimus.io.resolution import (
+    MPP_COLUMN,
     Candidate,
     Claims,
     claim_from_description,
@@ -36,7 +38,7 @@ ABSURD = Candidate(source="tiff.XResolution", mpp=(352.8, 352.8))
     ],
 )
 def test_first_plausible_claim_in_order_wins(
-    claims: Claims, options: dict[str, float], mpp: float, source: str
+    claims: Claims, options: dict[str, Any], mpp: float, source: str
 ) -> None:
     resolution = decide("a.svs", claims, **options)
     assert resolution.mpp == pytest.approx((mpp, mpp))
@@ -60,7 +62,19 @@ def test_implausible_value_is_named_with_its_source() -> None:
 @pytest.mark.parametrize("option", ["mpp_override", "mpp_fallback"])
 def test_options_outside_the_plausible_range_are_wrong_usage(option: str, value: float) -> None:
     with pytest.raises(UsageError, match="--mpp-"):
-        decide("a.svs", Claims(openslide=(0.25, 0.25)), **{option: value})
+        decide("a.svs", Claims(openslide=(0.25, 0.25)), **_named(option, value))
+
+
+def _named(option: str, value: float) -> dict[str, Any]:
+    return {option: value}
+
+
+def test_an_override_is_told_by_what_the_user_said_it_with() -> None:
+    claims = Claims(openslide=(0.25, 0.25))
+    resolution = decide("a.svs", claims, mpp_override=0.5, override_source=MPP_COLUMN)
+    assert resolution.source == MPP_COLUMN
+    (warning,) = resolution.warnings
+    assert "0.5 from the list's mpp column contradicts 0.25" in warning
 
 
 def test_override_that_contradicts_the_file_warns_once() -> None:

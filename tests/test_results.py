@@ -46,6 +46,15 @@ def test_a_result_gives_back_what_was_written(tmp_path: Path) -> None:
     assert result.tissue_mask.pixels.max() == 1
 
 
+def test_a_file_that_this_process_holds_open_with_locks_is_read_all_the_same(
+    tmp_path: Path,
+) -> None:
+    path = make_result(tmp_path / "a.h5")
+    with h5py.File(path) as held:
+        result = open_result(path)
+        np.testing.assert_array_equal(result.features, held["features"][:])
+
+
 def test_positions_in_micrometres_use_each_axis_own_scale(tmp_path: Path) -> None:
     result = open_result(make_result(tmp_path / "a.h5"))
     x, y = result.coords[-1]

@@ -103,6 +103,16 @@ def test_folder_that_may_not_be_written_is_refused(
         refuse_unwritable(Path("new") / "below", option="--out")
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder nobody can write in")
+def test_folder_that_only_writing_shows_to_be_closed_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["embed", SLIDE, "--out", "/proc/below"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "/proc/below: cannot be written" in line
+    assert "choose another --out" in line
+
+
 @pytest.mark.parametrize("words", [["--log-json", "--device", "gpu"], ["--log-json", "--nonsense"]])
 def test_is_told_as_json_to_who_asked_for_json(
     folder: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str]

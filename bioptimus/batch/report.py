@@ -8,6 +8,7 @@ reading. Jobs that share a folder write files of their own.
 """
 
 import datetime
+import errno
 import os
 import platform
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 import orjson
 
 from bioptimus.batch.jobs import job_id
-from bioptimus.errors import OutputError
+from bioptimus.errors import OutputError, UsageError
 from bioptimus.pipeline import SlideJob, SlideReport
 from bioptimus.runtime.batch_scheduler import BatchStatistics
 
@@ -119,7 +120,8 @@ class RunFile:
         """Create the file and write what is known before the first slide.
 
         Raises:
-            OutputError: The folder cannot be made or written.
+            UsageError: The folder cannot be made or written.
+            OutputError: The disk is full.
         """
         started = datetime.datetime.now(datetime.UTC)
         self.host, self.job = platform.node(), job_id() or ""
@@ -132,8 +134,9 @@ class RunFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as exc:
-            raise OutputError(
-                f"{self.path}: cannot be written ({exc.strerror}); choose another --out"
+            full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise (OutputError if full else UsageError)(
+                f"{out}: cannot be written ({exc.strerror}); choose another --out"
             ) from exc
         self._append(
             {

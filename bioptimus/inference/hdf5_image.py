@@ -38,6 +38,23 @@ FAILED_TILES_DTYPE = np.dtype(
 )
 
 
+def open_to_read(path: Path) -> h5py.File:
+    """Open a finished file without locks, which some network file systems do not have.
+
+    HDF5 insists that all handles on one file of one process agree about locks: where a notebook
+    holds it open with h5py's own setting, that is taken.
+
+    Raises:
+        OSError: As h5py raises it.
+    """
+    try:
+        return h5py.File(path, "r", locking=False)
+    except OSError as exc:
+        if "locking flag values don't match" not in str(exc):
+            raise
+        return h5py.File(path, "r")
+
+
 class _MemoryFile(io.RawIOBase):
     """A file-like object for h5py that keeps only the pages that were written."""
 

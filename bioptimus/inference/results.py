@@ -18,6 +18,7 @@ import numpy.typing as npt
 from bioptimus.errors import BioptimusError, CheckpointError, OutputError
 from bioptimus.inference.checksums import checksum
 from bioptimus.inference.disk import output_errors
+from bioptimus.inference.hdf5_image import open_to_read
 from bioptimus.inference.layout import (
     CHECKSUM,
     FORMAT,
@@ -431,7 +432,7 @@ class Result:
             yield self
             return
         with self._errors():
-            file = h5py.File(self.path, "r", locking=False)
+            file = open_to_read(self.path)
         with file:
             self._held = file
             try:
@@ -445,7 +446,7 @@ class Result:
             if self._held is not None:
                 yield self._held
                 return
-            with h5py.File(self.path, "r", locking=False) as file:
+            with open_to_read(self.path) as file:
                 yield file
 
     @contextmanager

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +21,7 @@ from bioptimus.inference.disk import (
     retry,
     temporaries_beside,
 )
-from bioptimus.inference.hdf5_image import FAILED_TILES_DTYPE, HDF5Image
+from bioptimus.inference.hdf5_image import FAILED_TILES_DTYPE, HDF5Image, open_to_read
 from bioptimus.inference.layout import (
     FORMAT,
     FORMAT_VERSION,
@@ -439,7 +438,7 @@ def look_at_existing(
 
 
 def _root_attributes(path: Path) -> dict[str, Any]:
-    with h5py.File(path, "r", locking=False) as file:
+    with open_to_read(path) as file:
         return dict(file.attrs)
 
 

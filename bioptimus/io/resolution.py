@@ -60,6 +60,11 @@ _UM_PER_UNIT = {
 _TIFF_UNITS = {"1": "none", "2": "inch", "3": "centimeter", "4": "millimeter", "5": "micrometer"}
 
 
+# What the user said, and by what.
+OVERRIDE = "--mpp-override"
+MPP_COLUMN = "the list's mpp column"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One claim about the slide's scale.
@@ -69,12 +74,14 @@ class Candidate:
         mpp: (x, y) µm per level-0 pixel.
         verdict: Why it was taken or passed over; empty until :func:`decide` has run.
         used: Whether it won.
+        is_override: Whether the user said so, against whatever the file says.
     """
 
     source: str
     mpp: tuple[float, float]
     verdict: str = ""
     used: bool = False
+    is_override: bool = False
 
     @property
     def is_plausible(self) -> bool:
@@ -152,6 +159,7 @@ def decide(
     claims: Claims,
     *,
     mpp_override: float | None = None,
+    override_source: str = OVERRIDE,
     mpp_fallback: float | None = None,
 ) -> Resolution:
     """Choose the slide's µm/px.
@@ -160,6 +168,7 @@ def decide(
         name: The slide's file name, for messages.
         claims: What the file says.
         mpp_override: Wins over everything.
+        override_source: What the user said it by.
         mpp_fallback: Used when the file says nothing plausible.
 
     Returns:
@@ -168,9 +177,12 @@ def decide(
     Raises:
         UsageError: Override or fallback are not plausible.
     """
-    check_mpp_option(mpp_override, flag="--mpp-override")
+    check_mpp_option(mpp_override, flag=override_source)
     check_mpp_option(mpp_fallback, flag="--mpp-fallback")
-    ordered = _in_order(claims, mpp_override=mpp_override, mpp_fallback=mpp_fallback)
+    ordered = _in_order(claims, mpp_fallback=mpp_fallback)
+    if mpp_override is not None:
+        mpp = (mpp_override, mpp_override)
+        ordered.insert(0, Candidate(source=override_source, mpp=mpp, is_override=True))
     winner = next((entry for entry in ordered if entry.is_plausible), None)
     judged = tuple(_with_verdict(entry, winner) for entry in ordered)
     if winner is None:
@@ -183,12 +195,8 @@ def decide(
     )
 
 
-def _in_order(
-    claims: Claims, *, mpp_override: float | None, mpp_fallback: float | None
-) -> list[Candidate]:
+def _in_order(claims: Claims, *, mpp_fallback: float | None) -> list[Candidate]:
     ordered = []
-    if mpp_override is not None:
-        ordered.append(Candidate(source=OVERRIDE, mpp=(mpp_override, mpp_override)))
     if claims.openslide is not None:
         ordered.append(Candidate(source=OPENSLIDE, mpp=claims.openslide))
     ordered.extend(claims.fields)
@@ -200,7 +208,6 @@ def _in_order(
     return ordered
 
 
-OVERRIDE = "--mpp-override"
 OPENSLIDE = "openslide.mpp-x/y"
 FALLBACK = "--mpp-fallback"
 OBJECTIVE = "objective power"
@@ -255,7 +262,7 @@ def _warnings(
 def _contradictions(
     name: str, winner: Candidate, judged: Sequence[Candidate], power: float | None
 ) -> Iterable[str]:
-    tolerance = ANISOTROPY_TOLERANCE if winner.source == OVERRIDE else CONTRADICTION_TOLERANCE
+    tolerance = ANISOTROPY_TOLERANCE if winner.is_override else CONTRADICTION_TOLERANCE
     for entry in judged:
         if entry.used or not entry.is_plausible or entry.source in (FALLBACK, OBJECTIVE):
             continue
@@ -265,9 +272,9 @@ def _contradictions(
                 f"{_text(entry.mpp)} from {entry.source}"
             )
             break  # one warning is enough; `info` lists every claim
-        if winner.source == OVERRIDE:
+        if winner.is_override:
             break  # what the file means without it is its first claim
-    if power is not None and winner.source != OVERRIDE:
+    if power is not None and not winner.is_override:
         ratio = math.sqrt(winner.mpp[0] * winner.mpp[1]) * power / MPP_TIMES_POWER
         if max(ratio, 1 / ratio) > POWER_FACTOR_TOLERANCE:
             yield (

@@ -32,6 +32,7 @@ from bioptimus.io.metadata import Metadata
 from bioptimus.io.opening import open_source
 from bioptimus.io.resample import on_grid, resample, whole_factor
 from bioptimus.io.resolution import (
+    OVERRIDE,
     Resolution,
     check_mpp_option,
     claims_from_properties,
@@ -61,6 +62,7 @@ class OpenOptions:
 
     Attributes:
         mpp_override: µm/px that wins over everything the file says.
+        override_source: What the user said that by.
         mpp_fallback: µm/px for files that say nothing plausible.
         reader: ``openslide`` forbids the faster readers.
         icc: ``srgb`` converts through the embedded colour profile, where there is one.
@@ -68,6 +70,7 @@ class OpenOptions:
     """
 
     mpp_override: float | None = None
+    override_source: str = OVERRIDE
     mpp_fallback: float | None = None
     reader: Literal["auto", "openslide"] = "auto"
     icc: Literal["none", "srgb"] = "none"
@@ -79,7 +82,7 @@ class OpenOptions:
         Raises:
             UsageError: The override or the fallback is not plausible.
         """
-        check_mpp_option(self.mpp_override, flag="--mpp-override")
+        check_mpp_option(self.mpp_override, flag=self.override_source)
         check_mpp_option(self.mpp_fallback, flag="--mpp-fallback")
 
 
@@ -148,6 +151,7 @@ class Slide:
             self.name,
             claims,
             mpp_override=options.mpp_override,
+            override_source=options.override_source,
             mpp_fallback=options.mpp_fallback,
         )
         self.background = metadata.background
