@@ -236,8 +236,11 @@ def _row_problems(result: Result, *, deep: bool) -> Iterator[str]:
 def _stretches(count: int, *, width: int, deep: bool) -> list[tuple[int, int]]:
     """Rows [first, last) to read at once: all of them, or those at the ends."""
     step = max(1, _DEEP_BYTES // max(1, width)) if deep else _SAMPLED_ROWS
-    starts = range(0, count, step) if deep else {0, max(0, count - step)}
-    return [(first, min(first + step, count)) for first in sorted(starts)]
+    if deep or count <= 2 * step:
+        starts: Sequence[int] = range(0, count, step)
+    else:
+        starts = (0, count - step)
+    return [(first, min(first + step, count)) for first in starts]
 
 
 def _repeated(results: Mapping[Path, Result]) -> Iterator[Finding]:

@@ -251,7 +251,12 @@ def choose_progress(*, log_json: bool) -> LineProgress:
 
 def print_result(path: str) -> None:
     """A result's path, alone on a line of stdout."""
-    sys.stdout.write(path + "\n")
+    # Names are bytes to the system and need not be UTF-8: they leave as they came.
+    sys.stdout.flush()
+    if hasattr(sys.stdout, "buffer"):
+        sys.stdout.buffer.write(os.fsencode(path) + b"\n")
+    else:
+        sys.stdout.write(path + "\n")
     sys.stdout.flush()
 
 

@@ -13,7 +13,7 @@ import tifffile
 from PIL import Image
 
 from bioptimus.errors import SlideOpenError
-from bioptimus.io import plain
+from bioptimus.io import plain, wsi
 from bioptimus.io.wsi import OpenOptions, Slide
 from bioptimus.tiles import Tile, TileSpec
 from tests import slides
@@ -354,3 +354,11 @@ def test_unknown_tags_make_no_noise(tmp_path: Path, capfd: pytest.CaptureFixture
     with Slide.open(path, OpenOptions(mpp_override=0.5)) as slide:
         slide.thumbnail(100)
     assert capfd.readouterr() == ("", "")
+
+
+def test_dicom_series_whose_number_begins_another_is_not_taken_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "a.dcm"
+    file.write_bytes(bytes(128) + b"DICM" + b"UI\x0c\x001.2.3.4.10\x00\x00\x00")
+    assert wsi._names(file, b"1.2.3.4.10")
+    assert not wsi._names(file, b"1.2.3.4.1")
+    assert not wsi._names(file, b"2.3.4.10")

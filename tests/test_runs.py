@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,6 +84,27 @@ def assert_same_files(out: Path, reference: Path) -> None:
 
 def leftovers(out: Path) -> list[Path]:
     return [path for path in out.rglob("*") if path.suffix in (".part", ".claim")]
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="the file system takes only UTF-8")
+def test_name_that_is_not_utf8_fails_that_slide_alone_in_one_line(
+    slides: Path, model: Path, tmp_path: Path
+) -> None:
+    folder = os.fsencode(tmp_path / "odd")
+    os.mkdir(folder)
+    shutil.copy(os.fsencode(slides / "slide 0.tif"), folder + b"/a_\xff.tif")
+    shutil.copy(os.fsencode(slides / "slide 1.tif"), folder + b"/b.tif")
+    Path(os.fsdecode(folder + b"/notes_\xfe.txt")).write_text("no slide")
+    out = tmp_path / "out"
+    done = bioptimus("embed", tmp_path / "odd", "--model", model, "--tissue", "none", "--out", out)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == [f"{out}/tiny/b.h5"]
+    assert "not in UTF-8" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert Counter(each["state"] for each in records(out)) == {"ok": 1, "failed": 1}
+    told = bioptimus("report", out)
+    assert told.returncode == 1
+    assert "1 failed" in told.stdout + told.stderr
 
 
 def test_the_report_tells_what_the_model_did(undisturbed: Path) -> None:

@@ -301,3 +301,16 @@ def test_a_folder_that_is_not_there_is_wrong_usage(
         verify(tmp_path / "none")
     assert main(["verify", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path}/none: no such folder or file\n"
+
+
+@pytest.mark.parametrize("rows", [255, 256, 257, 300, 511, 512, 513])
+def test_a_changed_row_is_counted_once_however_many_rows_there_are(
+    tmp_path: Path, rows: int
+) -> None:
+    path = make_result(tmp_path / "out" / "tiny" / "a.h5", rows=rows + 1)
+    with h5py.File(path, "r+") as file:
+        assert len(file["features"]) == rows
+        file["features"][100] += 1
+    (found,) = problems(tmp_path / "out")
+    assert "2 rows" not in found
+    assert "row 100" in found

@@ -510,6 +510,10 @@ def _problem(path: Path) -> str | None:
         return "no such file; check the path"
     except OSError as exc:
         return f"cannot be read ({exc.strerror}); check its permissions and the mount"
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        return "its path is not in UTF-8, so that no result can name it; rename what is not"
     return _foreign(path) if stat.S_ISREG(mode) else "neither a file nor a folder"
 
 

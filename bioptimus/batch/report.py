@@ -9,8 +9,10 @@ reading. Jobs that share a folder write files of their own.
 
 import datetime
 import errno
+import json
 import os
 import platform
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -58,14 +60,14 @@ def rank(state: str, seconds: float) -> int:
     Of those of one rank, the later counts.
 
     Args:
-        state: How the slide ended; one of a later version's is taken for good news.
+        state: How the slide ended.
         seconds: How long the run was at work on it.
 
     Returns:
         Less than ``NO_ACCOUNT``.
     """
     # A run that was stopped before it came to a slide knows nothing about it.
-    return _NOT_BEGUN if state == "stopped" and not seconds else _RANKS.get(state, 0)
+    return _NOT_BEGUN if state == "stopped" and not seconds else _RANKS[state]
 
 
 def merge_reports(
@@ -202,7 +204,7 @@ class RunFile:
         self._append({"kind": "slide", **slide_record(report), "host": self.host, "job": self.job})
 
     def _append(self, record: dict[str, Any]) -> None:
-        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        line = _json_line(record)
         with self._lock:
             # What a full disk cut short must not take the next line with it.
             left = memoryview(b"\n" + line if self._torn else line)
@@ -218,6 +220,16 @@ class RunFile:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _json_line(record: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:
+        # A file name that is not UTF-8: its odd bytes are shown as \xff, in JSON's own writing.
+        text = json.dumps(record, default=str, ensure_ascii=False)
+        shown = re.sub("[\ud800-\udfff]", lambda odd: rf"\\x{ord(odd[0]) & 255:02x}", text)
+        return shown.encode() + b"\n"
 
 
 @dataclass
@@ -278,7 +290,9 @@ def _is_record(found: object) -> bool:
     """Whether a line is one of ours: other programs may keep JSON files in a folder ``runs``."""
     if not isinstance(found, dict) or not _KEYS.get(str(found.get("kind")), {""}) <= set(found):
         return False
-    return found["kind"] != "slide" or found["state"] in _RANKS
+    if found["kind"] != "slide":
+        return True
+    return found["state"] in _RANKS and isinstance(found["seconds"], dict)
 
 
 def _merge(

@@ -33,7 +33,7 @@ def row_checksums(
 def checksum(values: npt.NDArray[Any]) -> int:
     """CRC-32 of the bytes of an array, or of the JSON text of one that holds strings."""
     if values.dtype.hasobject:
-        return zlib.crc32(to_json(_decoded(values.tolist())).encode())
+        return zlib.crc32(to_json(_decoded(values.tolist())).encode(errors="surrogateescape"))
     return zlib.crc32(np.ascontiguousarray(values).data.cast("B") if values.size else b"")
 
 
@@ -41,4 +41,5 @@ def _decoded(value: Any) -> Any:
     """Lists for tuples and text for bytes: strings come as either, by way of reading."""
     if isinstance(value, list | tuple):
         return [_decoded(item) for item in value]
-    return value.decode() if isinstance(value, bytes) else value
+    # As h5py reads and writes bytes that are no UTF-8, such as those of odd file names.
+    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else value

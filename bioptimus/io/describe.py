@@ -1,9 +1,6 @@
 """What ``bioptimus info`` tells about a slide, as plain JSON-ready values."""
 
-from importlib.metadata import version
 from typing import Any
-
-import openslide
 
 from bioptimus.io.wsi import Slide
 
@@ -53,9 +50,3 @@ def describe(slide: Slide) -> dict[str, Any]:
         "quickhash": slide.quickhash,
         "warnings": list(slide.warnings),
     }
-
-
-def reader_versions() -> dict[str, str]:
-    """Versions of the libraries that pixels go through."""
-    packages = ("openslide-python", "tifffile", "imagecodecs", "opencv-python-headless", "pillow")
-    return {"openslide": openslide.__library_version__} | {name: version(name) for name in packages}

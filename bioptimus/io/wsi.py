@@ -11,6 +11,7 @@ Everything the rest of the package wants from a slide file is here::
 import hashlib
 import logging
 import math
+import re
 import sys
 import threading
 from collections import deque
@@ -549,7 +550,9 @@ def _names(path: Path, series: bytes) -> bool:
     """Whether the head of a DICOM file names a series."""
     with path.open("rb") as file:
         head = file.read(_DICOM_HEADER_BYTES)
-    return head[128:132] == b"DICM" and bool(series) and series in head
+    # A UID may begin another: only a whole one counts.
+    whole = re.compile(rb"(?<![\d.])" + re.escape(series) + rb"(?![\d.])")
+    return head[128:132] == b"DICM" and bool(series) and whole.search(head) is not None
 
 
 def _sample_hash(path: Path) -> str:

@@ -247,6 +247,8 @@ def export_module(
     The file is loaded again and compared with the eager network in float64, on random tiles and
     on real ones; a file that fails is not written. Where float64 cannot be had, for want of memory
     or because the network does not compute in it, the reference is float32, and the file says so.
+    How well they agreed is in the file too, and differs between processors: export once and copy
+    the file, or results of two exports count as made from two models.
 
     Args:
         network: Of float32 weights. It is changed: evaluation mode, on ``device``, in the
@@ -357,7 +359,8 @@ def _no_room_for_float64(network: nn.Module, device: str) -> str:
     free = free_memory(device)
     if more <= _SHARE_FOR_WEIGHTS * free:
         return ""
-    return f"float64 takes {more / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free"
+    # Nothing of this moment's memory: the text goes into the file.
+    return f"float64 takes {more / 1e9:.1f} GB more than there was memory for"
 
 
 def _difference(found: Agreement, spec: ModelSpec) -> str:
