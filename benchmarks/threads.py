@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch._inductor.package import load_package
 
 from benchmarks.big_slides import cache_folder
 from benchmarks.end_to_end import Silent, small_slides
@@ -53,9 +54,7 @@ def passes() -> dict[str, Pass]:
         print("no compiled file: run `bioptimus models compile lite0` for the other two lines")
         return found
     found["compiled, our call"] = load_runner(compiled, device="cpu")
-    found["compiled, torch's own call"] = torch._inductor.aoti_load_package(
-        str(compiled), run_single_threaded=False, num_runners=PASS_THREADS
-    )
+    found["compiled, torch's own call"] = load_package(str(compiled), num_runners=PASS_THREADS)
     return found
 
 
