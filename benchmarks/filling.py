@@ -18,8 +18,9 @@ import torch
 
 from benchmarks.big_slides import cache_folder
 from benchmarks.end_to_end import Silent, small_slides
-from benchmarks.near_free import SPEC
+from benchmarks.near_free import SPEC, near_free_checkpoint
 from bioptimus.batch import run as batch_run
+from bioptimus.models.clients import local
 from bioptimus.runtime import shared_passes
 from bioptimus.runtime.server_model import BaseServerModel
 
@@ -56,8 +57,6 @@ class _Alone(shared_passes.SharedPasses):
 
 def measure(workers: int, *, shared: bool) -> tuple[float, float]:
     """(seconds, share of the passes' room that was filled) of a run over the small slides."""
-    from bioptimus.models.clients import local
-
     runner = FixedTimeRunner()
     passes = shared_passes.SharedPasses if shared else _Alone
 
@@ -66,8 +65,6 @@ def measure(workers: int, *, shared: bool) -> tuple[float, float]:
 
     def load(*_args, **_options):  # type: ignore[no-untyped-def]
         return BaseServerModel.from_runner(SPEC, runner, checkpoint_path=checkpoint)
-
-    from benchmarks.near_free import near_free_checkpoint
 
     checkpoint = near_free_checkpoint()
     before = local.SharedPasses, batch_run.build_server_model

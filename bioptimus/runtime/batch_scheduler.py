@@ -6,8 +6,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -95,6 +96,22 @@ class BatchTally:
         )
         with self._lock:
             self._sum += one
+
+    @contextmanager
+    def timed(self, *, tiles: int, capacity: int) -> Iterator[None]:
+        """Add the forward pass that the block makes; one that raises has failed."""
+        began = time.perf_counter()
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self.count(
+                tiles=tiles,
+                capacity=max(tiles, capacity),
+                failed=failed,
+                seconds=time.perf_counter() - began,
+            )
 
     def statistics(self) -> BatchStatistics:
         """The sum so far."""

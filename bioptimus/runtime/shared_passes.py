@@ -7,7 +7,6 @@ that finds a free place leaves at once.
 """
 
 import threading
-import time
 from collections.abc import Sequence
 
 from bioptimus.errors import OutOfDeviceMemoryError, _ForwardError
@@ -116,21 +115,11 @@ class SharedPasses:
     def _pass(self, batches: Sequence[_Batch]) -> list[ModelResponse]:
         samples = [sample for batch in batches for sample in batch.samples]
         requests = [request for batch in batches for request in batch.requests]
-        began = time.perf_counter()
-        failed = True
-        try:
+        with self.tally.timed(tiles=len(requests), capacity=self.max_tiles):
             responses = self._model.forward_batch(samples, requests, batches[0].mode)
             if len(responses) != len(requests):
                 raise _ForwardError(
                     f"{self._model.model_name}: {len(responses)} results for {len(requests)} "
                     "requests"
                 )
-            failed = False
-        finally:
-            self.tally.count(
-                tiles=len(requests),
-                capacity=max(len(requests), self.max_tiles),
-                failed=failed,
-                seconds=time.perf_counter() - began,
-            )
         return responses

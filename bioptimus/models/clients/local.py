@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -340,18 +339,8 @@ class InProcessClient:
                 raise
         if not requests:
             return []
-        began = time.perf_counter()
-        failed = True
-        try:
+        with self._direct.timed(tiles=len(requests), capacity=self._max_batch_size):
             responses = self._model.forward_batch(samples, requests, mode)
-            failed = False
-        finally:
-            self._direct.count(
-                tiles=len(requests),
-                capacity=max(len(requests), self._max_batch_size),
-                failed=failed,
-                seconds=time.perf_counter() - began,
-            )
         return [
             response.to_json() if isinstance(body, str) else response
             for body, response in zip(bodies, responses, strict=True)
