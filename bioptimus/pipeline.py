@@ -446,6 +446,32 @@ def _mask_sha256(path: Path) -> str:
         raise TissueError(f"mask {exc}") from exc
 
 
+def rows_plan(
+    plan: SlidePlan,
+    spec: ModelSpec,
+    options: SlideOptions,
+    *,
+    digest: str,
+    parameters: Mapping[str, Any],
+) -> FilePlan:
+    """The rows of a slide's file, without what describes them.
+
+    A part is continued or not by this alone.
+    """
+    mode = options.mode
+    return FilePlan(
+        coords=plan.coords,
+        tissue_ratios=plan.tissue_ratios,
+        embedding_dim=spec.embedding_dim if mode.wants_embedding else 0,
+        prediction_dim=spec.prediction_dim if mode.wants_prediction else 0,
+        dtype=options.dtype,
+        output_names=spec.output_names if mode.wants_prediction else (),
+        input_gene_names=spec.input_genes,
+        digest=digest,
+        digest_parameters=parameters,
+    )
+
+
 def _file_plan(
     slide: Slide,
     plan: SlidePlan,
@@ -458,17 +484,10 @@ def _file_plan(
     warnings: Sequence[str],
 ) -> FilePlan:
     spec = client.model.model_spec
-    mode = options.mode
     thumbnail = slide.thumbnail(_THUMBNAIL_PX)
     tile = plan.spec
-    return FilePlan(
-        coords=plan.coords,
-        tissue_ratios=plan.tissue_ratios,
-        embedding_dim=spec.embedding_dim if mode.wants_embedding else 0,
-        prediction_dim=spec.prediction_dim if mode.wants_prediction else 0,
-        dtype=options.dtype,
-        output_names=spec.output_names if mode.wants_prediction else (),
-        input_gene_names=spec.input_genes,
+    return replace(
+        rows_plan(plan, spec, options, digest=digest, parameters=parameters),
         attributes={
             "slide_path": str(job.path.absolute()),
             "slide_name": slide.name,
@@ -488,7 +507,7 @@ def _file_plan(
             "model_sha256": client.model.checkpoint_sha256,
             # Names stand in their own datasets: an HDF5 attribute holds at most 64 KiB.
             "model_spec": spec.with_(output_names=(), input_genes=()).to_dict(),
-            "mode": str(mode),
+            "mode": str(options.mode),
             "tile_size_px": tile.size_px,
             "tile_mpp": tile.mpp,
             "overlap_px": tile.overlap_px,
@@ -512,8 +531,6 @@ def _file_plan(
         thumbnail_downsample=thumbnail.downsample,
         tissue_mask=plan.mask.mask.astype(np.uint8),
         tissue_mask_downsample=plan.mask.downsample,
-        digest=digest,
-        digest_parameters=parameters,
     )
 
 

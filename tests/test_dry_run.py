@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import h5py
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ from bioptimus.batch.run import RunConfig, run
 from bioptimus.models.types import ModelSpec
 from bioptimus.pipeline import SlideJob, SlideOptions
 from bioptimus.planning import PlanOptions
-from bioptimus.tiles import TileSpec
+from bioptimus.tiles import TileGrid, TileSpec
+from bioptimus.tissue import TissueMask, tissue_ratios
 from cli.main import main
 from cli.progress import LineProgress
 from tests.slides import tissue, write_pyramid
@@ -94,6 +97,32 @@ def test_state_of_every_input_is_told_and_nothing_is_touched(
     assert main([*words, "slides/a.tif", "--min-tissue", "0.7", "--dry-run", "--overwrite"]) == 0
     assert capsys.readouterr().out.startswith("a.tif: new, 256 tiles, ")
     assert contents(folder) == before
+
+
+def test_part_with_tiles_elsewhere_is_told_as_the_run_takes_it(
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop_in("slides/b.tif", model)
+    # An older version found other tissue under the same parameters.
+    monkeypatch.setattr("bioptimus.planning.tissue_ratios", without_first)
+    words = ["embed", "slides/b.tif", "--model", str(model), "--tissue", "none", "--out", "out"]
+    capsys.readouterr()
+    for run_words in (["--dry-run"], []):
+        assert main([*words, *run_words]) == 0
+        shown = capsys.readouterr()
+        assert "b.tif: starting anew: its tiles lie elsewhere\n" in shown.err
+        if run_words:
+            assert shown.out.startswith("b.tif: new, 255 tiles, ")
+            assert "; 255 tiles to compute" in shown.out
+
+
+def without_first(mask: TissueMask, grid: TileGrid) -> npt.NDArray[np.float32]:
+    ratios = tissue_ratios(mask, grid)
+    ratios[0] = 0
+    return ratios
 
 
 class Everything(torch.nn.Module):

@@ -21,7 +21,7 @@ import pytest
 from bioptimus.errors import OutputError, OutputMismatchError
 from bioptimus.inference import disk, part
 from bioptimus.inference.disk import DiskFile
-from bioptimus.inference.writers import HDF5Writer, check_existing, part_of
+from bioptimus.inference.writers import HDF5Writer, check_existing, look_at_part, part_of
 from tests.writer_process import DIM, FAILED, ROWS, embeddings, plan, predictions, write
 
 PARAMETERS = plan().digest_parameters
@@ -333,7 +333,7 @@ def test_part_of_another_digest_starts_anew_and_says_what_differs(tmp_path: Path
         assert writer.started_anew_because is None
 
 
-@pytest.mark.parametrize("damage", ["empty", "foreign", "short", "header"])
+@pytest.mark.parametrize("damage", ["empty", "foreign", "short", "header", "no header"])
 def test_a_damaged_part_starts_anew(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "a.h5"
     with HDF5Writer.open(path, plan()) as writer:
@@ -344,6 +344,7 @@ def test_a_damaged_part_starts_anew(tmp_path: Path, damage: str) -> None:
         "foreign": b"\x89HDF\r\n\x1a\n" + whole[8:],
         "short": whole[:-1],
         "header": whole[:140] + b"}" + whole[141:],
+        "no header": whole[:16] + (2).to_bytes(8, "little") + whole[24:128] + b"[]" + whole[130:],
     }[damage]
     part_of(path).write_bytes(broken)
     with HDF5Writer.open(path, plan()) as writer:
@@ -357,8 +358,41 @@ def test_same_digest_with_other_tiles_is_not_trusted(tmp_path: Path) -> None:
         rows_of(writer, 0, 10)
     moved = plan(coords=plan().coords + 1)
     with HDF5Writer.open(path, moved) as writer:
-        assert writer.started_anew_because is not None
-        assert "coords_crc" in writer.started_anew_because
+        assert writer.started_anew_because == "its tiles lie elsewhere"
+
+
+def test_a_look_at_the_part_tells_what_opening_it_does_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.h5"
+    assert look_at_part(path, plan()) is None
+    assert names_in(tmp_path) == []
+    with HDF5Writer.open(path, plan()) as writer:
+        rows_of(writer, 0, 10)
+        writer.flush()
+        rows_of(writer, 10, 30)
+    left = part_of(path).read_bytes()
+    assert look_at_part(path, plan()) == 30
+    # The machine was started anew: rows that were not flushed do not count.
+    monkeypatch.setattr(part, "_boot_id", lambda: b"another".ljust(64, b"\0"))
+    others = [
+        plan(),
+        plan(coords=plan().coords + 1),
+        plan(digest="other", digest_parameters={"tile_mpp": 1.0}),
+        plan(dtype="float16"),
+    ]
+    for other in others:
+        part_of(path).write_bytes(left)
+        looked = look_at_part(path, other)
+        assert part_of(path).read_bytes() == left
+        with HDF5Writer.open(path, other) as writer:
+            assert looked == (writer.started_anew_because or writer.resumed_rows)
+    part_of(path).write_bytes(left[:-1])
+    assert look_at_part(path, plan()) == "its size is not what its header says"
+    part_of(path).unlink()
+    part_of(path).mkdir()
+    with pytest.raises(OutputError, match=r"a\.h5: cannot start it: Is a directory"):
+        look_at_part(path, plan())
 
 
 def test_disk_full_while_writing_names_it_and_leaves_a_part_that_resumes(tmp_path: Path) -> None:

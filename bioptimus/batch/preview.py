@@ -8,8 +8,7 @@ from typing import Literal
 from bioptimus.batch.run import RunConfig, Work, list_work
 from bioptimus.errors import BioptimusError, OutputError, OutputMismatchError, SlideOpenError
 from bioptimus.inference.layout import digest_of
-from bioptimus.inference.part import rows_done
-from bioptimus.inference.writers import look_at_existing, part_of
+from bioptimus.inference.writers import look_at_existing, look_at_part
 from bioptimus.io.wsi import Slide
 from bioptimus.models.types import ModelSpec
 from bioptimus.pipeline import (
@@ -18,6 +17,7 @@ from bioptimus.pipeline import (
     digest_parameters,
     error_text,
     job_options,
+    rows_plan,
     slide_rna,
 )
 from bioptimus.planning import Segmenter, is_tissue_model, plan_slide
@@ -134,9 +134,9 @@ def _preview(
             done = None
         plan = plan_slide(slide, spec.tile, planning, segmenter=segmenter)
         reader = slide.tile_reader(plan.spec)
-        values = spec.embedding_dim * options.mode.wants_embedding
-        values += spec.prediction_dim * options.mode.wants_prediction
-        row = values * _BYTES_PER_VALUE[options.dtype] + _BYTES_PER_ROW
+        rows = rows_plan(plan, spec, options, digest=digest, parameters=parameters)
+        values = sum(rows.columns.values())
+        row_bytes = values * _BYTES_PER_VALUE[options.dtype] + _BYTES_PER_ROW
         found = SlidePreview(
             name=job.name,
             output=job.output,
@@ -145,10 +145,12 @@ def _preview(
             level=reader.level,
             level_downsample=reader.level_downsample[0],
             tiles=len(plan),
-            output_bytes=len(plan) * row,
+            output_bytes=len(plan) * row_bytes,
             warnings=(*(() if rna is None else rna.warnings), *slide.warnings, *plan.warnings),
         )
     if done is not None:
         return replace(found, state="done", tiles_done=found.tiles)
-    rows = rows_done(part_of(job.output), digest=digest)
-    return replace(found, state="resume", tiles_done=rows) if rows else found
+    part = look_at_part(job.output, rows)
+    if isinstance(part, str):
+        return replace(found, warnings=(*found.warnings, f"starting anew: {part}"))
+    return replace(found, state="resume", tiles_done=part) if part else found

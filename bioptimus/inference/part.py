@@ -12,7 +12,6 @@ only while the machine has not been started anew. ``DURABLE`` is set after an fs
 always.
 """
 
-import contextlib
 import errno
 import itertools
 import json
@@ -77,13 +76,14 @@ class PartFile:
     """
 
     def __init__(self, path: Path, layout: RowLayout, file: DiskFile, header_bytes: int) -> None:
-        """Use :meth:`create` or :meth:`resume`."""
+        """Use :meth:`create`, :meth:`resume` or :meth:`look_at`."""
         self.path = path
         self.layout = layout
         self._file = file
         self._state_at = _aligned(_HEADER_AT + header_bytes)
         self._data_at = _offsets(layout, self._state_at)
         self.state: npt.NDArray[np.uint8] = np.zeros(layout.rows, np.uint8)
+        self._boot = b""
 
     @classmethod
     def create(
@@ -115,13 +115,14 @@ class PartFile:
         return part
 
     @classmethod
-    def resume(
+    def look_at(
         cls, path: Path, layout: RowLayout, *, digest: str, parameters: Mapping[str, Any]
     ) -> Self | str | None:
-        """Open the part that a stopped run left.
+        """Open the part that a stopped run left, changing nothing.
 
         Returns:
-            The part; None where there is none; a reason why it cannot be continued.
+            The part, its ``state`` being what :meth:`resume` would go on from; None where there
+            is none; a reason why it cannot be continued.
 
         Raises:
             OSError: It is there and the file system does not let us open it.
@@ -144,6 +145,27 @@ class PartFile:
         except BaseException:
             file.close()
             raise
+        return part
+
+    @classmethod
+    def resume(
+        cls, path: Path, layout: RowLayout, *, digest: str, parameters: Mapping[str, Any]
+    ) -> Self | str | None:
+        """Open the part that a stopped run left, to go on writing it.
+
+        Returns:
+            As :meth:`look_at`.
+
+        Raises:
+            OSError: It is there and the file system does not let us open or write it.
+        """
+        part = cls.look_at(path, layout, digest=digest, parameters=parameters)
+        if isinstance(part, cls):
+            try:
+                part._vouch()
+            except BaseException:
+                part.close()
+                raise
         return part
 
     def write_rows(
@@ -173,6 +195,11 @@ class PartFile:
             pieces.append(piece)
         data = np.frombuffer(b"".join(pieces), dtype=self.layout.dtype)
         return data.reshape(len(rows), self.layout.columns[name])
+
+    @property
+    def rows_done(self) -> int:
+        """How many rows are there."""
+        return int(np.count_nonzero(self.state != PENDING))
 
     def flush(self) -> None:
         """Make every row written so far survive a loss of power.
@@ -206,11 +233,17 @@ class PartFile:
         self._file.write(self.state[first:last].tobytes(), self._state_at + first)
 
     def _read_state(self, *, boot: bytes) -> None:
+        """Read which rows are done: of an earlier start of the machine, those on the disk."""
         stored = self._file.read(self.layout.rows, self._state_at)
         self.state = np.frombuffer(stored, np.uint8).copy()
-        now = _boot_id()
-        if boot != now:
+        self._boot = boot
+        if boot != _boot_id():
             self.state[self.state == WRITTEN] = PENDING
+
+    def _vouch(self) -> None:
+        """Have what is written from now on count while the machine runs."""
+        now = _boot_id()
+        if self._boot != now:
             if self.layout.rows:
                 self._write_state(0, self.layout.rows)
             # The order matters: first no untrusted row is left, then the new boot may vouch.
@@ -224,25 +257,6 @@ class PartFile:
             for name in self.layout.columns
         ]
         return max([self._state_at + self.layout.rows, *ends])
-
-
-def rows_done(path: Path, *, digest: str) -> int:
-    """How many rows of a part a run with this digest would not make again; changes nothing.
-
-    Returns:
-        0 also where there is no part, or one that would be started anew.
-    """
-    try:
-        file = DiskFile(path)
-    except OSError:
-        return 0
-    with contextlib.closing(file):
-        found = _read_header(file)
-        if found.get("digest") != digest:
-            return 0
-        state_at = _aligned(_HEADER_AT + found["header_bytes"])
-        state = np.frombuffer(file.read(found["layout"]["rows"], state_at), np.uint8)
-        return int((state >= (WRITTEN if found["boot"] == _boot_id() else DURABLE)).sum())
 
 
 def coords_crc(coords: npt.NDArray[np.int64]) -> int:
@@ -281,8 +295,10 @@ def _read_header(file: DiskFile) -> dict[str, Any]:
     if length > file.size():
         return {}
     try:
-        header: dict[str, Any] = json.loads(file.read(length, _HEADER_AT))
+        header = json.loads(file.read(length, _HEADER_AT))
     except ValueError:
+        return {}
+    if not isinstance(header, dict) or not header.keys() >= {"digest", "parameters", "layout"}:
         return {}
     boot = start[_BOOT_AT : _BOOT_AT + _BOOT_BYTES]
     return {**header, "header_bytes": length, "boot": boot}
@@ -297,6 +313,8 @@ def _why_not(
     if found["digest"] != digest:
         words = differences(found["parameters"], parameters)
         return words or "its digest is another"
+    if found["layout"].get("coords_crc") != layout.coords_crc:
+        return "its tiles lie elsewhere"
     return differences(found["layout"], vars(layout)) or None
 
 

@@ -159,7 +159,7 @@ class HDF5Writer:
         self._plan = plan
         self._part = part
         self._failed: dict[int, tuple[str, str]] = {}
-        self.resumed_rows = int(np.count_nonzero(part.state != PENDING))
+        self.resumed_rows = part.rows_done
 
     @classmethod
     def open(cls, path: Path, plan: FilePlan) -> Self:
@@ -387,6 +387,32 @@ class HDF5Writer:
 def part_of(path: Path) -> Path:
     """Name of the unfinished file that belongs to a final name."""
     return path.with_name(path.name + PART_SUFFIX)
+
+
+def look_at_part(path: Path, plan: FilePlan) -> int | str | None:
+    """See what :meth:`HDF5Writer.open` would make of the part of a file; changes nothing.
+
+    Returns:
+        How many rows it would not make again; None where there is no part; a reason why it would
+        start anew.
+
+    Raises:
+        OutputError: The part cannot be opened.
+    """
+    with output_errors(path, "cannot start it", advice="choose another --out"):
+        found = retry(
+            lambda: PartFile.look_at(
+                part_of(path),
+                plan.row_layout,
+                digest=plan.digest,
+                parameters=plan.digest_parameters,
+            ),
+            name=path.name,
+        )
+    if not isinstance(found, PartFile):
+        return found
+    found.close()
+    return found.rows_done
 
 
 def check_existing(
