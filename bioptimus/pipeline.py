@@ -48,6 +48,7 @@ from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.omics import BulkRNA, read_bulk_rna
 from bioptimus.planning import PlanOptions, Segmenter, SlidePlan, plan_slide
 from bioptimus.runtime.archive import file_sha256
+from bioptimus.tissue import SEARCH_VERSION
 
 log = logging.getLogger(__name__)
 
@@ -417,6 +418,7 @@ def digest_parameters(
     mask_given = planning.tissue not in ("auto", "none")
     # A mask counts by its content, not by its path.
     tissue = "mask" if mask_given else planning.tissue
+    searched = {"tissue search version": SEARCH_VERSION} if tissue == "auto" else {}
     return {
         "slide size (bytes)": slide.size_bytes,
         "slide quickhash": slide.quickhash,
@@ -429,6 +431,7 @@ def digest_parameters(
         "overlap (px)": tile.overlap_px,
         "min tissue": planning.min_tissue,
         "tissue": tissue,
+        **searched,
         "tissue mask sha256": _mask_sha256(Path(planning.tissue)) if mask_given else "",
         "keep pen": planning.keep_pen,
         # The values, not their file: a table may hold a column for each sample.

@@ -1,10 +1,12 @@
 """One slide from file to file, with models that misbehave."""
 
 import gc
+import json
 import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -22,6 +24,8 @@ from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport, process_slid
 from bioptimus.planning import PlanOptions
 from bioptimus.runtime.server_model import BaseServerModel
 from bioptimus.tiles import TileSpec
+from bioptimus.tissue import SEARCH_VERSION
+from bioptimus.verify import verify
 from tests.models import FakeRunner
 from tests.slides import damage_tile, tissue, write_pyramid
 
@@ -117,6 +121,34 @@ def test_every_planned_tile_becomes_a_row_in_plan_order(slide: Path) -> None:
     ]
     expected = tissue(1024, 1024).reshape(16, 64, 16, 64, 3).mean((1, 3)).reshape(TILES, 3)
     np.testing.assert_allclose(features(slide), expected, atol=0.01)
+
+
+def test_result_of_another_tissue_search_is_refused_and_one_that_tells_none_is_of_the_first(
+    slide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched, whole = SlideOptions(), SlideOptions(plan=PlanOptions(tissue="none"))
+    path = slide.with_suffix(".h5")
+    assert run(slide, Runner(), options=searched).state == "ok"
+    with h5py.File(path, "r+") as file:
+        told = json.loads(file.attrs["digest_parameters"])
+        assert told.pop("tissue search version") == SEARCH_VERSION
+        file.attrs["digest_parameters"] = json.dumps(told)
+    # Such a file was made before the search had a version: it is as good as one of the first.
+    monkeypatch.setattr("bioptimus.pipeline.SEARCH_VERSION", 1)
+    assert run(slide, Runner(), options=searched).state == "skipped"
+    assert verify(path).findings == ()
+    monkeypatch.setattr("bioptimus.pipeline.SEARCH_VERSION", 2)
+    refused = run(slide, Runner(), options=searched)
+    assert refused.state == "failed"
+    assert refused.reason.endswith(
+        "(tissue search version is 1 there, 2 now); pass --overwrite or another --out"
+    )
+    assert run(slide, Runner(), options=replace(searched, overwrite=True)).state == "ok"
+    assert run(slide, Runner(), options=searched).state == "skipped"
+    path.unlink()
+    assert run(slide, Runner(), options=whole).state == "ok"
+    monkeypatch.setattr("bioptimus.pipeline.SEARCH_VERSION", 3)
+    assert run(slide, Runner(), options=whole).state == "skipped", "nothing is searched there"
 
 
 def test_not_a_number_in_an_output_fails_that_tile_alone(slide: Path) -> None:

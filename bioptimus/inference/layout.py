@@ -56,12 +56,23 @@ CHECKSUM = "crc32"
 ROW_CHECKSUMS = "row_crc32"
 """Dataset (N,) of the CRC-32 of each row of ``features``, then of ``predictions``."""
 
+EARLIER_PARAMETERS: Mapping[str, Any] = {"tissue search version": 1}
+"""What a parameter of the digest was in files that do not tell it, being older than it is."""
+
 AttributeValue = str | int | float | bool | Sequence[Any] | Mapping[str, Any] | None
 
 
 def digest_of(parameters: Mapping[str, Any]) -> str:
-    """SHA-256 over what a file depends on, whatever the order of the names."""
-    text = orjson.dumps(dict(parameters), option=orjson.OPT_SORT_KEYS)
+    """SHA-256 over what a file depends on, whatever the order of the names.
+
+    A parameter with its earlier value does not count, as in the files that do not tell it.
+    """
+    counted = {
+        name: value
+        for name, value in parameters.items()
+        if name not in EARLIER_PARAMETERS or value != EARLIER_PARAMETERS[name]
+    }
+    text = orjson.dumps(counted, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(text).hexdigest()
 
 
@@ -78,7 +89,8 @@ def _plain(value: Any) -> Any:
 
 def differences(there: Mapping[str, Any], now: Mapping[str, Any], *, limit: int = 4) -> str:
     """Say which parameters differ, as ``tile.mpp is 0.5 there, 1.0 now``."""
-    old, new = _flat(there), _flat(now)
+    earlier = {name: value for name, value in EARLIER_PARAMETERS.items() if name in now}
+    old, new = _flat({**earlier, **there}), _flat(now)
     words = [
         f"{key} is {old.get(key, 'absent')} there, {new.get(key, 'absent')} now"
         for key in dict.fromkeys([*old, *new])

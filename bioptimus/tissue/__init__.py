@@ -4,12 +4,13 @@ Everything here works on arrays and on files of masks; it knows neither OpenSlid
 """
 
 from bioptimus.tissue.contour import outline, polygons
-from bioptimus.tissue.find import find_tissue
+from bioptimus.tissue.find import SEARCH_VERSION, find_tissue
 from bioptimus.tissue.load import load_mask
 from bioptimus.tissue.mask import TissueMask, TissueOptions, TissueStep, full_mask
 from bioptimus.tissue.ratios import tissue_ratios
 
 __all__ = [
+    "SEARCH_VERSION",
     "TissueMask",
     "TissueOptions",
     "TissueStep",

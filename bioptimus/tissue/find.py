@@ -21,6 +21,11 @@ from bioptimus.tissue.stain import STEP, measure_stain
 BoolImage = npt.NDArray[np.bool_]
 ByteImage = npt.NDArray[np.uint8]
 
+# Which search this is. Raise it with every change to it, to what its options are if not given, or
+# to the coarse image that it gets, after which some slide may have other tiles: results tell it,
+# and one of another search is refused rather than mixed with those of this one. A cohort that is
+# half done is then finished with the version that began it, so not for a change of speed.
+SEARCH_VERSION = 1
 # Where two stains mix to grey, between stained parts so far apart, darkness is enough.
 BRIDGE_UM = 100.0
 BRIDGE_DARKNESS = 0.06
