@@ -67,8 +67,8 @@ def measure(workers: int, *, shared: bool) -> tuple[float, float]:
         return BaseServerModel.from_runner(SPEC, runner, checkpoint_path=checkpoint)
 
     checkpoint = near_free_checkpoint()
-    before = local.SharedPasses, batch_run.build_server_model
-    local.SharedPasses, batch_run.build_server_model = one_place, load  # type: ignore[assignment,misc]
+    before = local.SharedPasses, batch_run.load_model
+    local.SharedPasses, batch_run.load_model = one_place, load  # type: ignore[assignment,misc]
     listener = Silent()
     try:
         with tempfile.TemporaryDirectory(dir=cache_folder()) as out:
@@ -82,7 +82,7 @@ def measure(workers: int, *, shared: bool) -> tuple[float, float]:
             batch_run.run(config, listener=listener, stop=listener)
             seconds = time.perf_counter() - listener.started
     finally:
-        local.SharedPasses, batch_run.build_server_model = before  # type: ignore[misc]
+        local.SharedPasses, batch_run.load_model = before  # type: ignore[misc]
     return seconds, sum(runner.batches) / (BATCH * len(runner.batches))
 
 

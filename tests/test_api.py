@@ -52,7 +52,7 @@ def test_a_loaded_model_serves_slide_after_slide(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("loaded again")
 
-    monkeypatch.setattr(batch_run, "build_server_model", load)
+    monkeypatch.setattr(batch_run, "load_model", load)
     for folder in ("first", "second"):
         result = bioptimus.embed_slide(example_slide, out=tmp_path / folder, model=model)
         # The last digits depend on which tiles share a batch, and that on the threads.

@@ -38,7 +38,7 @@ def model(weights: Weights) -> Lite0:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BIOPTIMUS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return builtin_checkpoint()
+        return builtin_checkpoint().path
 
 
 def he_tiles(folder: Path) -> dict[str, torch.Tensor]:
@@ -247,7 +247,7 @@ def test_ten_processes_at_once_get_one_whole_file(tmp_path: Path) -> None:
         "import sys; sys.stdin.read()\n"  # all are let go at once
         "from bioptimus.runtime.builtin import builtin_checkpoint\n"
         "from bioptimus.runtime.archive import file_sha256\n"
-        "print(file_sha256(builtin_checkpoint()))"
+        "print(file_sha256(builtin_checkpoint().path))"
     )
     environment = {"PATH": "", "OMP_NUM_THREADS": "1", "BIOPTIMUS_CACHE": str(tmp_path)}
     environment["PYTHONPATH"] = str(Path(builtin.__file__).parents[2])
@@ -284,7 +284,7 @@ def test_a_damaged_cached_file_is_made_again(
     path = tmp_path / "models" / checkpoint.name
     path.parent.mkdir()
     path.write_bytes(checkpoint.read_bytes()[:100_000])
-    assert builtin_checkpoint() == path
+    assert builtin_checkpoint().path == path
     assert path.read_bytes() == checkpoint.read_bytes()
 
 

@@ -3,14 +3,19 @@
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from bioptimus.batch import run as batch_run
 from bioptimus.errors import CheckpointError, UsageError
+from bioptimus.runtime import archive
 from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.loader import build_server_model, resolve_model
+from bioptimus.runtime.segmenter import open_segmenter
 from bioptimus.runtime.server_model import BaseServerModel, BulkRNAServerModel, MaskServerModel
+from tests.killed_runs import Silent
 from tests.test_runners import Mask
 from tests.tiny_models import TINY, TinyRNA, save_foreign, save_module, save_tiny
 
@@ -82,6 +87,30 @@ def test_a_pinned_digest_is_kept_to(portable: Path) -> None:
         build_server_model(portable, sha256="0" * 64)
     with pytest.raises(UsageError, match="64 hexadecimal"):
         resolve_model(portable, sha256="abc")
+
+
+def test_one_load_looks_at_the_file_once(
+    portable: Path, example_slide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = TINY.with_(name="mask", output_kind="mask", embedding_dim=0)
+    save_module(Mask(), mask, tmp_path / "mask.pt2")
+    build_server_model("lite0")  # made, if it was not there
+    looked_at: list[str] = []
+    read = archive._read_archive
+
+    def counted(path: Path, file: zipfile.ZipFile) -> archive.ArchiveInfo:
+        looked_at.append(path.name)
+        return read(path, file)
+
+    monkeypatch.setattr(archive, "_read_archive", counted)
+    name = build_server_model("lite0", use_compiled=False).checkpoint_path.name
+    build_server_model(portable)
+    open_segmenter(tmp_path / "mask.pt2")
+    assert looked_at == [name, "tiny.pt2", "mask.pt2"]
+    looked_at.clear()
+    config = batch_run.RunConfig(inputs=(str(example_slide),), out=tmp_path / "out")
+    (report,) = batch_run.run(config, listener=Silent(), stop=Silent()).reports
+    assert (report.state, looked_at) == ("ok", [name])
 
 
 def prepared(**given: str) -> list[str]:

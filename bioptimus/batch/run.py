@@ -45,7 +45,8 @@ from bioptimus.pipeline import (
 from bioptimus.planning import Segmenter, is_tissue_model, require_tissue_file
 from bioptimus.runtime.loader import (
     ModelChoice,
-    build_server_model,
+    check_pin,
+    load_model,
     prepare_environment,
     resolve_model,
     wanted_device,
@@ -384,9 +385,10 @@ def _run_jobs(
     # Before loading: how many passes the model lets run side by side follows from it.
     torch.set_num_threads(plan.threads)
     if model is None:
-        choice = work.model
-        listener.loading(choice.spec.name)
-        model = build_server_model(choice.name, choice.checkpoint, device, sha256=config.sha256)
+        listener.loading(work.model.spec.name)
+        # Once more: finding the slides may have taken long.
+        check_pin(work.model.checkpoint, config.sha256)
+        model = load_model(work.model, device)
     else:
         model.set_concurrency(default_slots(device))
     segmenter = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from bioptimus.errors import CheckpointError
 from bioptimus.models.registry import get_spec
 from bioptimus.models.types import Models
-from bioptimus.runtime.archive import file_sha256, inspect_archive
+from bioptimus.runtime.archive import ArchiveInfo, file_sha256, inspect_archive
 from bioptimus.runtime.cache import cache_folder
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def builtin_checkpoint() -> Path:
-    """Path of ``lite0``'s portable ``.pt2`` in the user's cache; made if it is not there.
+def builtin_checkpoint() -> ArchiveInfo:
+    """``lite0``'s portable ``.pt2`` in the user's cache; made if it is not there.
 
     Many processes may ask at once: one makes it while the others wait, and where the file system
     has no locks each makes its own and the renames, of equal files, do no harm.
@@ -32,13 +32,14 @@ def builtin_checkpoint() -> Path:
     """
     weights = weights_path()
     path = cache_folder("models") / f"{Models.LITE0}-{_content_key(weights)}.pt2"
-    if _is_whole(path):
-        return path
+    if info := _whole(path):
+        return info
     with _turn(path.with_suffix(".lock")):
-        if not _is_whole(path):
-            log.info("making the built-in model, once: %s", path)
-            _make(weights, path)
-    return path
+        if info := _whole(path):
+            return info
+        log.info("making the built-in model, once: %s", path)
+        _make(weights, path)
+    return inspect_archive(path)
 
 
 def weights_path() -> Path:
@@ -76,15 +77,14 @@ def _content_key(weights: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _is_whole(path: Path) -> bool:
+def _whole(path: Path) -> ArchiveInfo | None:
     if not path.exists():
-        return False
+        return None
     try:
-        inspect_archive(path)
+        return inspect_archive(path)
     except CheckpointError as exc:
         log.warning("making the built-in model again: %s", exc)
-        return False
-    return True
+        return None
 
 
 def builtin_network() -> "torch.nn.Module":

@@ -37,7 +37,7 @@ _ISA_NAMES = (
 )
 
 
-def compiled_path(source: Path, *, device: str, isa: Isa = "native") -> Path:
+def compiled_path(source: ArchiveInfo, *, device: str, isa: Isa = "native") -> Path:
     """Where the compiled twin of a portable file lies, made or not.
 
     Args:
@@ -47,13 +47,12 @@ def compiled_path(source: Path, *, device: str, isa: Isa = "native") -> Path:
     """
     import torch
 
-    info = inspect_archive(source)
-    precision = info.spec.precision if info.spec else "asis"
-    parts = [file_sha256(source), f"torch{torch.__version__}", _target(device, isa), precision]
+    precision = source.spec.precision if source.spec else "asis"
+    parts = [file_sha256(source.path), f"torch{torch.__version__}", _target(device, isa), precision]
     return cache_folder("compiled") / ("-".join(parts) + ".pt2")
 
 
-def find_compiled(source: Path, *, device: str) -> Path | None:
+def find_compiled(source: ArchiveInfo, *, device: str) -> Path | None:
     """The compiled twin of a portable file for this machine, if somebody made one."""
     for isa in ("native", "avx2"):
         path = compiled_path(source, device=device, isa=isa)
@@ -90,7 +89,7 @@ def compile_portable(
         raise UsageError(f"{source}: is compiled already; give the portable file")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"device {device}: torch sees no NVIDIA GPU here; use --device cpu")
-    path = compiled_path(source, device=device, isa=isa)
+    path = compiled_path(info, device=device, isa=isa)
     if path.exists() and not again:
         return path
     if not _compiler():
@@ -102,7 +101,7 @@ def compile_portable(
     try:
         folder.mkdir()
         _compile(info, temporary, device=device, isa=isa)
-        _compare(source, temporary, device=device)
+        _compare(info, temporary, device=device)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -171,17 +170,16 @@ def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
         raise CheckpointError(f"{info.path}: cannot be compiled: {first_line(exc)}") from exc
 
 
-def _compare(source: Path, compiled: Path, *, device: str) -> None:
+def _compare(info: ArchiveInfo, compiled: Path, *, device: str) -> None:
     """Refuse a compiled program that gives something else than its source."""
     from bioptimus.runtime.export import agreement, random_inputs
     from bioptimus.runtime.runners import load_runner
 
-    info = inspect_archive(source)
     if info.signature is None:
-        raise CheckpointError(f"{source}: its inputs are not known")
+        raise CheckpointError(f"{info.path}: its inputs are not known")
     # On both sides of the sizes at which torch chooses other kernels.
     inputs = random_inputs(info.signature.inputs, rows=20)
-    wanted = load_runner(source, device=device)(*inputs)
+    wanted = load_runner(info.path, device=device)(*inputs)
     runner = load_runner(compiled, device=device)
     ones = runner(*(values[:1] for values in inputs))
     worst = agreement(wanted, runner(*inputs)).worst_of(
@@ -189,6 +187,7 @@ def _compare(source: Path, compiled: Path, *, device: str) -> None:
     )
     if not worst.within(info.spec.precision if info.spec else "fp16"):
         raise CheckpointError(
-            f"{source}: the compiled program gives other results ({worst}); use the portable file"
+            f"{info.path}: the compiled program gives other results ({worst}); use the portable "
+            "file"
         )
-    log.info("%s: compiled, to the portable program at worst %s", source, worst)
+    log.info("%s: compiled, to the portable program at worst %s", info.path, worst)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,11 +33,15 @@ class ModelChoice:
         name: Registry key, or the name that the file carries.
         spec: The file's own description, else the registry's.
         checkpoint: The ``.pt2``.
+        info: What the file says about itself; None for a model that is loaded already.
+        is_builtin: Whether it is the built-in model's own file.
     """
 
     name: str
     spec: ModelSpec
     checkpoint: Path
+    info: ArchiveInfo | None = None
+    is_builtin: bool = False
 
 
 def prepare_environment() -> None:
@@ -79,20 +83,36 @@ def resolve_model(
         if not _looks_like_path(name):
             known = ", ".join(SPECS)
             raise UsageError(f"{name}: no such model; known are {known}, or the path of a .pt2")
-        path = _find(Path(name), assets_root)
-        info = inspect_archive(path)
+        info = inspect_archive(_find(Path(name), assets_root))
         if info.spec is None:
             keys = ", ".join(key for key in SPECS if key != Models.LITE0)
             raise CheckpointError(
-                f"{path}: carries no description of the model; say which it is, with --model KEY "
-                f"--checkpoint {path} (keys: {keys})"
+                f"{info.path}: carries no description of the model; say which it is, with "
+                f"--model KEY --checkpoint {info.path} (keys: {keys})"
             )
-        name = info.spec.name
-    else:
-        path = _checkpoint_of(name, checkpoint, assets_root)
-        info = inspect_archive(path)
-    check_pin(path, sha256)
-    return ModelChoice(name=name, spec=_spec_of(name, info), checkpoint=path)
+        return choice_of(info.spec.name, info, sha256)
+    if checkpoint is not None:
+        return choice_of(name, inspect_archive(_find(Path(checkpoint), assets_root)), sha256)
+    if name == Models.LITE0:
+        from bioptimus.runtime.builtin import builtin_checkpoint
+
+        return replace(choice_of(name, builtin_checkpoint(), sha256), is_builtin=True)
+    return choice_of(name, inspect_archive(_expected(name, assets_root)), sha256)
+
+
+def choice_of(name: str, info: ArchiveInfo, sha256: str | None = None) -> ModelChoice:
+    """A file that was looked at, taken for the model of a name.
+
+    Args:
+        name: Registry key, or the name that the file carries.
+        info: The file.
+        sha256: What the file's digest must be.
+
+    Raises:
+        CheckpointError: The file has another digest, or is of another model.
+    """
+    check_pin(info.path, sha256)
+    return ModelChoice(name=name, spec=_spec_of(name, info), checkpoint=info.path, info=info)
 
 
 def build_server_model(
@@ -125,9 +145,28 @@ def build_server_model(
         CheckpointError: The file is damaged, foreign, made for another machine or model, or has
             another digest.
     """
-    prepare_environment()
+    prepare_environment()  # making the built-in model takes torch
     choice = resolve_model(name, checkpoint, assets_root=assets_root, sha256=sha256)
+    return load_model(choice, device, use_compiled=use_compiled)
+
+
+def load_model(
+    choice: ModelChoice, device: str = "cpu", *, use_compiled: bool = True
+) -> BaseServerModel:
+    """Load what :func:`resolve_model` found, without looking at the file a second time.
+
+    Args:
+        choice: The model.
+        device: See :func:`build_server_model`.
+        use_compiled: See :func:`build_server_model`.
+
+    Raises:
+        UsageError: No such device.
+        CheckpointError: The file cannot be loaded, or is made for another machine.
+    """
+    prepare_environment()
     from bioptimus.runtime import server_model
+    from bioptimus.runtime.runners import open_archive
 
     kind = server_model.BaseServerModel
     if choice.spec.output_kind == "mask":
@@ -135,33 +174,31 @@ def build_server_model(
     elif choice.spec.rna_dim:
         kind = server_model.BulkRNAServerModel
     device = wanted_device(device)
-    path = choice.checkpoint
-    if use_compiled and (runner := _compiled_twin(choice, device)):
-        return kind.from_runner(choice.spec, runner, checkpoint_path=path)
-    if choice.name == Models.LITE0 and (runner := _builtin(choice, device)):
-        return kind.from_runner(choice.spec, runner, checkpoint_path=path)
-    return kind(choice.spec, path.name, device, path.parent)
+    info = choice.info or inspect_archive(choice.checkpoint)
+    runner = _compiled_twin(choice, info, device) if use_compiled else None
+    if runner is None and choice.is_builtin:
+        runner = _builtin(choice, info, device)
+    if runner is None:
+        runner = open_archive(info, device=device, spec=choice.spec)
+    return kind.from_runner(choice.spec, runner, checkpoint_path=choice.checkpoint)
 
 
-def _builtin(choice: ModelChoice, device: str) -> Runner | None:
-    """The built-in network itself, unless another file was given for it."""
-    from bioptimus.runtime.builtin import builtin_checkpoint, builtin_network
+def _builtin(choice: ModelChoice, info: ArchiveInfo, device: str) -> Runner:
+    """The built-in network itself."""
+    from bioptimus.runtime.builtin import builtin_network
     from bioptimus.runtime.runners import run_module
 
-    if choice.checkpoint != builtin_checkpoint():
-        return None
-    return run_module(builtin_network(), choice.checkpoint, device=device, spec=choice.spec)
+    return run_module(builtin_network(), info, device=device, spec=choice.spec)
 
 
-def _compiled_twin(choice: ModelChoice, device: str) -> Runner | None:
+def _compiled_twin(choice: ModelChoice, info: ArchiveInfo, device: str) -> Runner | None:
     from bioptimus.runtime.compilation import find_compiled
     from bioptimus.runtime.runners import check_device, open_runner
 
-    info = inspect_archive(choice.checkpoint)
     if info.kind == "compiled":
         return None
     check_device(info, device)
-    path = find_compiled(choice.checkpoint, device=device)
+    path = find_compiled(info, device=device)
     if path is None:
         return None
     try:
@@ -204,15 +241,8 @@ def _looks_like_path(name: str) -> bool:
     return name.endswith(".pt2") or "/" in name or Path(name).exists()
 
 
-def _checkpoint_of(
-    name: str, checkpoint: str | Path | None, assets_root: str | Path | None
-) -> Path:
-    if checkpoint is not None:
-        return _find(Path(checkpoint), assets_root)
-    if name == Models.LITE0:
-        from bioptimus.runtime.builtin import builtin_checkpoint
-
-        return builtin_checkpoint()
+def _expected(name: str, assets_root: str | Path | None) -> Path:
+    """Where the weights of a model known by name lie, if the user put them there."""
     expected = Path(assets_root or MODEL_ROOT) / f"{name}.pt2"
     if expected.exists():
         return expected

@@ -302,39 +302,47 @@ def open_runner(path: Path, *, device: str, spec: ModelSpec) -> Runner:
             takes or gives something else than the spec says.
         UsageError: The device is not there.
     """
-    info, signature, adapt = _fitting(path, device, spec)
+    return open_archive(inspect_archive(path), device=device, spec=spec)
+
+
+def open_archive(info: ArchiveInfo, *, device: str, spec: ModelSpec) -> Runner:
+    """As :func:`open_runner`, of a file that was looked at already."""
+    signature, adapt = _fitting(info, device, spec)
     return _load(info, signature, device=device, adapt=adapt)
 
 
-def run_module(module: torch.nn.Module, path: Path, *, device: str, spec: ModelSpec) -> Runner:
+def run_module(
+    module: torch.nn.Module, info: ArchiveInfo, *, device: str, spec: ModelSpec
+) -> Runner:
     """Run the network that a portable ``.pt2`` was exported from, in its place.
 
     torch imports its whole tracer to load an archive, which takes longer than torch itself.
 
     Args:
         module: The network, in evaluation mode.
-        path: The archive.
+        info: The archive.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         spec: What the caller expects of it.
 
     Raises:
-        CheckpointError: The archive is damaged, or takes or gives something else.
+        CheckpointError: The archive takes or gives something else.
         UsageError: The device is not there.
     """
-    _, signature, adapt = _fitting(path, device, spec)
+    signature, adapt = _fitting(info, device, spec)
     slots = default_slots(device)
     return PortableRunner(module.to(device), signature, device=device, slots=slots, adapt=adapt)
 
 
 def _fitting(
-    path: Path, device: str, spec: ModelSpec
-) -> tuple[ArchiveInfo, Signature, Callable[[Tensors], Tensors]]:
-    """A file that fits device and spec: about it, what it takes and gives, and how to fit that."""
-    info = _inspect_for(path, device)
+    info: ArchiveInfo, device: str, spec: ModelSpec
+) -> tuple[Signature, Callable[[Tensors], Tensors]]:
+    """What a file takes and gives, and how to fit that to the spec, if it fits device and spec."""
+    check_machine(info)
+    check_device(info, device)
     signature = info.signature or replace(signature_of(spec), max_batch=info.batch_limit)
     fitted = fit_spec(spec, signature)
-    check_fit(path, fitted, signature)
-    return info, signature, adapter(fitted, signature)
+    check_fit(info.path, fitted, signature)
+    return signature, adapter(fitted, signature)
 
 
 def load_runner(path: Path, *, device: str) -> Runner:
@@ -345,17 +353,12 @@ def load_runner(path: Path, *, device: str) -> Runner:
             it takes.
         UsageError: The device is not there.
     """
-    info = _inspect_for(path, device)
-    if info.signature is None:
-        raise CheckpointError(f"{path}: does not say what it takes")
-    return _load(info, info.signature, device=device, adapt=tuple)
-
-
-def _inspect_for(path: Path, device: str) -> ArchiveInfo:
     info = inspect_archive(path)
     check_machine(info)
     check_device(info, device)
-    return info
+    if info.signature is None:
+        raise CheckpointError(f"{path}: does not say what it takes")
+    return _load(info, info.signature, device=device, adapt=tuple)
 
 
 def _load(

@@ -12,7 +12,7 @@ from bioptimus.inference.schemas import ModelRequest
 from bioptimus.models.types import InferenceMode, Models
 from bioptimus.planning import TISSUE_MPP, CoarseImage
 from bioptimus.runtime.archive import inspect_archive
-from bioptimus.runtime.loader import build_server_model
+from bioptimus.runtime.loader import choice_of, load_model
 
 if TYPE_CHECKING:
     from bioptimus.runtime.server_model import BaseServerModel
@@ -126,7 +126,6 @@ def open_segmenter(path: str | Path, *, device: str = "auto") -> ModelSegmenter:
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"{path}: no such tissue model")
-    described = inspect_archive(path).spec is not None
-    if described:
-        return ModelSegmenter(build_server_model(str(path), device=device))
-    return ModelSegmenter(build_server_model(Models.TISSUE_SEG, path, device))
+    info = inspect_archive(path)
+    name = info.spec.name if info.spec else Models.TISSUE_SEG
+    return ModelSegmenter(load_model(choice_of(name, info), device))
