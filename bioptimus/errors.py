@@ -6,7 +6,7 @@
     ├── UsageError (ValueError)          options that contradict each other or the input; exit 2
     ├── SlideError                       one slide cannot be processed; the others go on
     │   ├── SlideOpenError               missing, empty, truncated, unsupported, not a slide
-    │   ├── ResolutionError (ValueError) µm/px unknown, implausible, or too coarse for the tile
+    │   ├── ResolutionError (ValueError) µm/px unknown, implausible, or too far from the tile's
     │   ├── SlideReadError               pixels could not be decoded, also after a reopening
     │   └── TissueError                  a mask file that does not fit or cannot be read
     ├── RequestError (ValueError)        one request is malformed; only its caller sees this
@@ -45,7 +45,7 @@ class SlideOpenError(SlideError):
 
 
 class ResolutionError(SlideError, ValueError):
-    """The slide's µm/px is unknown or implausible, or coarser than the tile asked for."""
+    """The slide's µm/px is unknown or implausible, or coarser or far finer than the tile's."""
 
 
 class SlideReadError(SlideError):

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from bioptimus.errors import TissueError, UsageError
+from bioptimus.errors import ResolutionError, TissueError, UsageError
 from bioptimus.tiles import Tile, TileGrid, TileSpec, plan_tiles
 from bioptimus.tissue import (
     TissueMask,
@@ -29,6 +29,8 @@ from bioptimus.tissue.mask import SCANNED_OPACITY, SPECKS
 # Tissue is judged at this scale whatever the tile's own, so that changing the model does not
 # change what tissue is.
 TISSUE_MPP = 8.0
+# Beyond any use: the share of tissue of so many positions takes some gigabytes.
+_MOST_POSITIONS = 100_000_000
 
 
 class CoarseImage(Protocol):
@@ -207,12 +209,19 @@ def plan_slide(
     Raises:
         UsageError: The tile, as changed by the options, is none; or a tissue model is asked
             for and none is given.
-        ResolutionError: The slide's scale is not known, or too coarse for the tiles.
+        ResolutionError: The slide's scale is not known, or too coarse for the tiles, or the
+            slide too large for tiles so small.
         TissueError: A mask file cannot be read or does not fit, or the segmenter's does not.
         SlideReadError: The coarse image cannot be read.
     """
     options = options or PlanOptions()
     grid = plan_tiles(slide.dimensions, spec=options.applied_to(spec), mpp=slide.mpp)
+    if len(grid) > _MOST_POSITIONS:
+        step_um = grid.spec.stride_px * grid.spec.mpp
+        raise ResolutionError(
+            f"{slide.name}: {grid.columns} x {grid.rows} tiles, one every {step_um:g} µm, are more "
+            f"than {_MOST_POSITIONS:,}; pass larger tiles or a smaller --overlap-px"
+        )
     mask = _find_mask(slide, options, segmenter)
     ratios = tissue_ratios(mask, grid)
     kept = np.flatnonzero(ratios >= options.min_tissue).astype(np.int64)

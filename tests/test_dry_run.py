@@ -125,6 +125,30 @@ def without_first(mask: TissueMask, grid: TileGrid) -> npt.NDArray[np.float32]:
     return ratios
 
 
+@pytest.mark.parametrize(
+    ("scale", "covers"),
+    [
+        (["--tile-mpp", "1200"], "9600 x 9600 px of level 2 (8 µm/px)"),
+        (["--tile-mpp", "120", "--mpp-override", "0.05"], "9600 x 9600 px of level 2 (0.8 µm/px)"),
+    ],
+)
+def test_slide_fails_in_one_line_where_a_tile_would_take_gigabytes(
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    scale: list[str],
+    covers: str,
+) -> None:
+    words = ["embed", "slides/a.tif", "--model", str(model), "--min-tissue", "0", *scale]
+    told = f"a tile of 64 px at {scale[1]} µm/px covers {covers}, more than 8192 x 8192; pass a "
+    assert main([*words, "--dry-run"]) == 1
+    assert f"a.tif: would fail: {told}" in capsys.readouterr().out
+    assert main(words) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "failed, " in line)
+    assert told in line
+    assert not list(Path("embeddings").rglob("*.h5*"))
+
+
 class Everything(torch.nn.Module):
     """uint8 (N, 512, 512, 3) → (N, 512, 512) of ones."""
 

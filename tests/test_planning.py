@@ -67,6 +67,14 @@ def test_tiles_on_tissue_are_kept_in_row_major_order() -> None:
     assert plan.warnings == ()
 
 
+def test_more_positions_than_memory_has_room_for_are_refused_before_pixels_are_read() -> None:
+    pixels = np.broadcast_to(np.uint8(240), (10_000, 10_000, 3))  # takes no memory
+    slide = FakeSlide(pixels)
+    with pytest.raises(ResolutionError, match=r"fake\.svs: 19999 x 19999 tiles, one every 4 µm"):
+        plan_slide(slide, TileSpec(size_px=16, mpp=0.5, overlap_px=8))
+    assert slide.asked_mpp == []
+
+
 def test_coordinates_are_those_of_the_grid() -> None:
     slide = slide_with_tissue()
     slide.scale = 0.2426

@@ -42,6 +42,35 @@ def test_overhang_of_an_edge_tile_is_background(tmp_path: Path) -> None:
     assert (tile[:, 76:] == 255).all()
 
 
+def test_tile_larger_than_the_slide_holds_the_slide_and_background(tmp_path: Path) -> None:
+    pixels = slides.noise(320, 160)
+    path = slides.write_pyramid(tmp_path / "a.tif", pixels, mpp=0.5, factors=(1,))
+    spec = TileSpec(size_px=8, mpp=40.0)  # 80 level pixels to each of the tile's
+    with Slide.open(path) as slide:
+        (place,) = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        tile = slide.tile_reader(spec).read(place)
+    np.testing.assert_allclose(tile[:2, :4], slides.half(pixels, 80), atol=1)
+    assert (tile[2:] == 255).all()
+    assert (tile[:, 4:] == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("side_px", "mpp", "refused"),
+    [(64, 64.0, False), (64, 64.1, True), (8192, 0.1, False), (8193, 0.1, True)],
+)
+def test_tile_of_more_pixels_than_memory_has_room_for_is_refused(
+    tmp_path: Path, side_px: int, mpp: float, refused: bool
+) -> None:
+    path = slides.write_pyramid(tmp_path / "a.tif", slides.white(64, 64), mpp=0.5, factors=(1,))
+    spec = TileSpec(size_px=side_px, mpp=mpp)
+    with Slide.open(path, OpenOptions(allow_upsample=True)) as slide:
+        if not refused:
+            slide.tile_reader(spec)
+            return
+        with pytest.raises(ResolutionError, match=r"a\.tif: a tile of .* px of level 0"):
+            slide.tile_reader(spec)
+
+
 def test_blocks_hold_every_tile_once(example_slide: Path) -> None:
     spec = TileSpec()
     with Slide.open(example_slide) as slide:

@@ -24,7 +24,7 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from bioptimus.errors import SlideReadError
+from bioptimus.errors import ResolutionError, SlideReadError
 from bioptimus.io.blocks import Indices, band_rows, blocks_of, most_band_rows
 from bioptimus.io.icc import SrgbTransform
 from bioptimus.io.levels import LevelChoice, choose_level, finer_levels
@@ -53,6 +53,8 @@ _LARGE_PX = 10_000
 _COARSE_TOLERANCE = 0.1
 # The same where the slide is damaged: about one stored tile is lost with each bad spot.
 _DAMAGED_SQUARE_PX = 256
+# Most pixels of a side under one tile: a thread that reads so many takes half a gigabyte for them.
+_MOST_TILE_PX = 8192
 # Side of the squares of level pixels that a coarse image is put together from: 12 MiB of RGB.
 _STRIP_PX = 2048
 
@@ -222,8 +224,8 @@ class Slide:
         """A reader of tiles of one size and scale.
 
         Raises:
-            ResolutionError: The slide's scale is unknown, or coarser than the tiles' and
-                upsampling was not allowed.
+            ResolutionError: The slide's scale is unknown; or coarser than the tiles' and
+                upsampling was not allowed; or so much finer that a tile takes too much memory.
         """
         mpp = self.mpp
         choice = choose_level(
@@ -232,7 +234,20 @@ class Slide:
             name=self.name,
             allow_upsample=self._options.allow_upsample,
         )
+        self._refuse_huge_tiles(spec, choice)
         return TileReader(self, self._source, spec, choice, self._to_srgb)
+
+    def _refuse_huge_tiles(self, spec: TileSpec, choice: LevelChoice) -> None:
+        width, height = (math.ceil(spec.size_px * max(1.0, by)) for by in choice.scale)
+        if width * height <= _MOST_TILE_PX**2:
+            return
+        level_mpp = self.mpp[0] * self.level_downsamples[choice.level][0]
+        raise ResolutionError(
+            f"{self.name}: a tile of {spec.size_px} px at {spec.mpp:g} µm/px covers "
+            f"{width} x {height} px of level {choice.level} ({level_mpp:.3g} µm/px), more than "
+            f"{_MOST_TILE_PX} x {_MOST_TILE_PX}; pass a smaller --tile-mpp, make a pyramid of the "
+            "slide, or pass --mpp-override where its scale is wrong"
+        )
 
     def coarse_image(self, mpp: float = 8.0) -> CoarseImage:
         """The slide at about ``mpp`` µm/px, the scale at which tissue is looked for.
