@@ -1,21 +1,26 @@
 """The cache forgets what nobody used for long, and never what a process uses."""
 
+import fcntl
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from bioptimus.doctor import examine
+from bioptimus.runtime import cache, compilation
 from bioptimus.runtime.archive import inspect_archive
 from bioptimus.runtime.cache import cache_folder, hold, limit_bytes, prune, size_by_kind
+from bioptimus.runtime.compilation import compiled_path, find_compiled
 from bioptimus.runtime.compiled import unpack
 from tests.conftest import ROOT
 from tests.test_archive import write_compiled
+from tests.tiny_models import save_tiny
 
 DAY_S = 86_400
 
@@ -88,6 +93,16 @@ def test_what_was_used_this_week_stays_whatever_its_size(monkeypatch: pytest.Mon
     assert prune() == [old]
 
 
+def python(code: str, *arguments: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 @contextmanager
 def process_that_holds(path: Path) -> Iterator[None]:
     code = (
@@ -95,13 +110,7 @@ def process_that_holds(path: Path) -> Iterator[None]:
         "from bioptimus.runtime.cache import hold\n"
         "hold(pathlib.Path(sys.argv[1])); print('holds', flush=True); sys.stdin.read()\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, path],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with python(code, path) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "holds\n"
@@ -123,6 +132,91 @@ def test_what_this_process_uses_stays() -> None:
     hold(path)
     assert prune() == []
     idle(path, 100)
+    assert prune() == []
+    assert path.exists()
+
+
+def test_a_twin_that_is_removed_while_it_is_looked_for_is_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = inspect_archive(save_tiny(tmp_path / "tiny.pt2"))
+    native, avx2 = (compiled_path(source, device="cpu", isa=isa) for isa in ("native", "avx2"))
+    for path in (native, avx2):
+        path.touch()
+    idle(native, 100)
+
+    def hold_late(path: Path) -> None:
+        prune()
+        hold(path)
+
+    monkeypatch.setattr(compilation, "hold", hold_late)
+    assert find_compiled(source, device="cpu") == avx2
+    idle(avx2, 100)
+    assert prune() == [], "it is held"
+
+
+def test_holding_waits_for_another_process_that_removes_the_entry(tmp_path: Path) -> None:
+    path = entry("compiled", "a.pt2", idle_days=100)
+    code = (
+        "import sys, pathlib\n"
+        "from bioptimus.runtime import cache\n"
+        "rename = pathlib.Path.rename\n"
+        "def slow(path, target):\n"
+        "    print('removing', flush=True); sys.stdin.read(); rename(path, target)\n"
+        "pathlib.Path.rename = slow\n"
+        "cache.prune()\n"
+    )
+    with python(code) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "removing\n"
+        with ThreadPoolExecutor(1) as pool:
+            holding = pool.submit(hold, path)
+            done, _ = wait([holding], timeout=0.3)
+            assert not done, "held what is being removed"
+            process.stdin.close()
+            holding.result()
+    assert not path.exists()
+    path.touch()  # made again
+    idle(path, 100)
+    assert prune() == []
+
+
+def test_a_marker_that_is_removed_while_it_is_locked_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = entry("compiled", "a.pt2", idle_days=0)
+    path.with_name("a.pt2.used").touch()
+    idle(path, 100)
+    lock, calls = fcntl.flock, []
+
+    def removed_before(descriptor: int, operation: int) -> None:
+        calls.append(operation)
+        if len(calls) == 1:
+            assert prune() == [path]
+            path.touch()  # made again
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before)
+    hold(path)
+    monkeypatch.undo()
+    idle(path, 100)
+    assert prune() == []
+
+
+def test_what_was_used_while_the_cache_was_looked_through_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = entry("unpacked", "a", idle_days=100, folder=True)
+    look = cache._entries
+
+    def slowly() -> list[cache._Entry]:
+        found = look()
+        with process_that_holds(path):
+            pass
+        return found
+
+    monkeypatch.setattr(cache, "_entries", slowly)
     assert prune() == []
     assert path.exists()
 

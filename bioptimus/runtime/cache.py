@@ -25,6 +25,8 @@ KEPT_DAYS = 7
 """What somebody used within these stays, whatever the size: where file locks do not work, another
 machine may be using it, and jobs of more than a week are rare."""
 _MARKER = ".used"
+# How long to wait for another process that removes an entry; it renames one and unlinks another.
+_PATIENCE_S = 2.0
 _held: dict[Path, int] = {}
 """Entry → descriptor of its marker, locked for as long as this process lives."""
 
@@ -83,18 +85,49 @@ def beside(path: Path) -> Path:
 def hold(entry: Path) -> None:
     """Say that this process uses an entry of the cache, from now until it ends.
 
-    Call it before looking whether the entry is there. The marker beside it tells when it was last
-    used, and the lock on the marker that it is being used. Where no marker can be written, nothing
-    can be pruned either.
+    Look afterwards whether the entry is there: what is there then stays. The marker beside it tells
+    when it was last used, and the lock on the marker that it is being used. Where no marker can be
+    written, nothing can be pruned either.
     """
     marker = entry.with_name(entry.name + _MARKER)
     try:
         if entry not in _held:
-            _held[entry] = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.utime(marker)
-        fcntl.flock(_held[entry], fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _held[entry] = _locked(marker)
+        os.utime(_held[entry])
     except OSError as exc:
         log.debug("%s: cannot be marked as used: %s", marker, exc)
+
+
+def _locked(marker: Path) -> int:
+    """A descriptor of the marker, locked; without a lock where that cannot be had."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        descriptor = _open_marker(marker)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if _is_at(descriptor, marker):
+                return descriptor
+        except BlockingIOError as exc:
+            # Somebody removes the entry just now, and this marker with it.
+            if time.monotonic() > until:
+                log.debug("%s: locked by another process: %s", marker, exc)
+                return descriptor
+            time.sleep(0.01)
+        except OSError as exc:
+            log.debug("%s: cannot be locked: %s", marker, exc)
+            return descriptor
+        os.close(descriptor)
+
+
+def _open_marker(marker: Path) -> int:
+    return os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def limit_bytes() -> float:
@@ -113,8 +146,12 @@ def limit_bytes() -> float:
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
     path: Path
-    idle_days: float
+    used: float
     size_bytes: int
+
+    @property
+    def idle_days(self) -> float:
+        return (time.time() - self.used) / _DAY_S
 
 
 def prune() -> list[Path]:
@@ -127,12 +164,12 @@ def prune() -> list[Path]:
     Returns:
         What was removed.
     """
-    entries = sorted(_entries(), key=lambda entry: -entry.idle_days)
+    entries = sorted(_entries(), key=lambda entry: entry.used)
     excess = sum(entry.size_bytes for entry in entries) - limit_bytes()
     removed = []
     for entry in entries:
         too_old = entry.idle_days > OLDEST_DAYS
-        if (too_old or (excess > 0 and entry.idle_days > KEPT_DAYS)) and _remove(entry.path):
+        if (too_old or (excess > 0 and entry.idle_days > KEPT_DAYS)) and _remove(entry):
             removed.append(entry.path)
             excess -= entry.size_bytes
     if removed:
@@ -151,12 +188,14 @@ def _entries() -> list[_Entry]:
     for kind in PRUNED_KINDS:
         names = sorted(os.listdir(cache_folder(kind)))
         for path in (cache_folder(kind) / name for name in names if not name.endswith(_MARKER)):
-            marker = path.with_name(path.name + _MARKER)
             with contextlib.suppress(OSError):  # removed by another process meanwhile
-                used = (marker if marker.exists() else path).stat().st_mtime
-                idle = (time.time() - used) / _DAY_S
-                found.append(_Entry(path=path, idle_days=idle, size_bytes=_size(path)))
+                found.append(_Entry(path=path, used=_last_used(path), size_bytes=_size(path)))
     return found
+
+
+def _last_used(path: Path) -> float:
+    marker = path.with_name(path.name + _MARKER)
+    return (marker if marker.exists() else path).stat().st_mtime
 
 
 def _size(path: Path) -> int:
@@ -169,25 +208,28 @@ def _size(path: Path) -> int:
     return total
 
 
-def _remove(path: Path) -> bool:
+def _remove(entry: _Entry) -> bool:
     """Remove an entry unless a process holds it; under another name first, so never by halves."""
+    path = entry.path
     marker = path.with_name(path.name + _MARKER)
+    aside = beside(path)
     try:
-        descriptor = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return False
-    try:
-        if _is_locked(descriptor):
+        # Looking through a large cache takes its time: jobs may have come and gone since.
+        if _last_used(path) != entry.used:
             return False
-        aside = beside(path)
-        path.rename(aside)
+        descriptor = _open_marker(marker)
+        try:
+            if _is_locked(descriptor) or not _is_at(descriptor, marker):
+                return False
+            # Both under the lock: who waits for it sees that this marker counts no more.
+            path.rename(aside)
+            marker.unlink()
+        finally:
+            os.close(descriptor)
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
-        marker.unlink()
     except OSError as exc:
         log.debug("%s: cannot be removed: %s", path, exc)
         return False
-    finally:
-        os.close(descriptor)
     return True
 
 

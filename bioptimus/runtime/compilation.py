@@ -58,7 +58,8 @@ def find_compiled(source: ArchiveInfo, *, device: str) -> Path | None:
         path = compiled_path(source, device=device, isa=isa)
         if path.exists():
             hold(path)
-            return path
+            if path.exists():  # nobody had begun to remove it
+                return path
     return None
 
 
