@@ -1,5 +1,6 @@
 """``bioptimus view``: pictures of one result file."""
 
+import logging
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +8,8 @@ from typing import Annotated
 import typer
 
 from bioptimus.errors import OutputError, UsageError
+
+log = logging.getLogger(__name__)
 
 
 class Format(StrEnum):
@@ -94,6 +97,11 @@ def view(
     refuse_unwritable(out, option="--out")
     if tile is not None and at is not None:
         raise UsageError("--tile and --at both choose a tile; give one of them")
+    if slide is not None and not use_slide:
+        log.warning("--slide %s: is not used; leave out --no-slide", slide)
+        slide = None
+    if neighbours != Wanted.neighbours and tile is None and at is None:
+        log.warning("--neighbours %d: is not used without --tile or --at", neighbours)
     if slide is not None and not slide.exists():
         raise UsageError(f"--slide {slide}: no such file")
     try:
@@ -116,7 +124,7 @@ def view(
         neighbours=neighbours,
         fit_on=fit_on,
     )
-    options = PictureOptions(width_px=width_px, slide=slide if use_slide else None)
+    options = PictureOptions(width_px=width_px, slide=slide)
     for path in draw_wanted(source, wanted, options, out=out, suffix=file_format.value):
         typer.echo(path)
 

@@ -361,6 +361,34 @@ def test_a_wrong_choice_is_a_usage_error_that_says_what_is_right(
     done = CliRunner().invoke(app, ["view", str(result_file), *arguments])
     assert isinstance(done.exception, UsageError)
     assert words in str(done.exception)
+    # Nothing is drawn before it is known that all can be.
+    done = CliRunner().invoke(app, ["view", str(result_file), "--overview", *arguments])
+    assert words in str(done.exception)
+    assert not list(tmp_path.rglob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--overview", "--fit-on", "."], "--fit-on .: is not used; it colours the embedding map"),
+        (["--overview", "--neighbours", "3"], "--neighbours 3: is not used without --tile or --at"),
+        (["--slide", "gone.svs", "--no-slide"], "--slide gone.svs: is not used; leave out --no-s"),
+    ],
+)
+def test_an_option_that_the_pictures_do_not_use_is_told(
+    sample: Sample,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    arguments: list[str],
+    words: str,
+) -> None:
+    write_result(tmp_path / "a.h5", changed(sample, features=None))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["view", "a.h5", "--no-slide", *arguments])
+    assert done.exit_code == 0
+    (told,) = caplog.messages
+    assert told.startswith(words)
 
 
 def test_a_file_without_embeddings_says_how_to_get_them(sample: Sample, tmp_path: Path) -> None:

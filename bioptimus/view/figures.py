@@ -117,8 +117,7 @@ def draw_clusters(result: SlideResult, options: PictureOptions, *, count: int) -
             are colours that people tell apart. Fewer clusters than asked for, because no more
             tiles differ, are no error: the picture says so.
     """
-    if not 1 <= count <= len(CLUSTER_COLOURS):
-        raise UsageError(f"--clusters {count}: must be 1 to {len(CLUSTER_COLOURS)}")
+    check_clusters(count)
     components = Components.fit(result.feature_sample(wanted=SAMPLE_ROWS))
     scores = components.project(result.feature_blocks(), count=MAX_COMPONENTS)
     clusters = k_means(scores, count)
@@ -138,6 +137,16 @@ def draw_clusters(result: SlideResult, options: PictureOptions, *, count: int) -
     return page.figure
 
 
+def check_clusters(count: int) -> None:
+    """Refuse a number of clusters that no picture shows.
+
+    Raises:
+        UsageError: It is not 1 to the number of colours.
+    """
+    if not 1 <= count <= len(CLUSTER_COLOURS):
+        raise UsageError(f"--clusters {count}: must be 1 to {len(CLUSTER_COLOURS)}")
+
+
 def draw_nearest(
     result: SlideResult, options: PictureOptions, *, row: int, count: int = 12
 ) -> "Figure":
@@ -152,11 +161,7 @@ def draw_nearest(
     Raises:
         UsageError: No such row, or the file holds no embeddings.
     """
-    if not 0 <= row < len(result):
-        rows = f"rows 0 to {len(result) - 1}" if len(result) else "no tiles"
-        raise UsageError(f"--tile {row}: {result.path.name} has {rows}")
-    if not 1 <= count <= 60:
-        raise UsageError(f"--neighbours {count}: must be 1 to 60")
+    check_neighbours(result, row=row, count=count)
     similarity = cosine_similarity(result, row)
     order = np.argsort(-similarity, kind="stable")
     chosen = order[order != row][:count]
@@ -167,6 +172,19 @@ def draw_nearest(
     page.head(f"Tiles like tile {row}", _counts(result))
     page.mark_tiles(row, chosen)
     return _with_contact_sheet(page, row, chosen, similarity, crops)
+
+
+def check_neighbours(result: SlideResult, *, row: int, count: int) -> None:
+    """Refuse a tile that is not there, or more neighbours than a picture shows.
+
+    Raises:
+        UsageError: One of these.
+    """
+    if not 0 <= row < len(result):
+        rows = f"rows 0 to {len(result) - 1}" if len(result) else "no tiles"
+        raise UsageError(f"--tile {row}: {result.path.name} has {rows}")
+    if not 1 <= count <= 60:
+        raise UsageError(f"--neighbours {count}: must be 1 to 60")
 
 
 def cosine_similarity(result: SlideResult, row: int) -> npt.NDArray[np.float32]:

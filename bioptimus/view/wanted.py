@@ -1,5 +1,6 @@
 """Which pictures of a file are wanted, and writing them under names that say what they show."""
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from bioptimus.view.source import SlideResult, open_source
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,28 @@ class Wanted:
             or self.tile is not None
         )
 
+    def check(self, source: SlideResult) -> None:
+        """Refuse pictures that cannot be drawn of a file, before the first one is.
+
+        Raises:
+            UsageError: The file has no such column, row or embeddings; or there is nothing to fit
+                the colours on.
+        """
+        if self.embedding or self.clusters is not None or self.tile is not None:
+            source.feature_blocks()
+        for column in self.columns:
+            source.column_number(column)
+        if self.clusters is not None:
+            figures.check_clusters(self.clusters)
+        if self.tile is not None:
+            figures.check_neighbours(source, row=self.tile, count=self.neighbours)
+        if self.fit_on is not None and self.draws_embedding(source):
+            _result_files(self.fit_on)
+
+    def draws_embedding(self, source: SlideResult) -> bool:
+        """Whether the embedding map is among the pictures."""
+        return self.embedding or (self.nothing_chosen and source.features is not None)
+
 
 def draw_wanted(
     source: SlideResult,
@@ -73,6 +98,12 @@ def draw_wanted(
         UsageError: The file has no such column, row or embeddings.
         OutputError: A picture cannot be written, or the result file cannot be read.
     """
+    wanted.check(source)
+    if wanted.fit_on is not None and not wanted.draws_embedding(source):
+        log.warning(
+            "--fit-on %s: is not used; it colours the embedding map, which --embedding draws",
+            wanted.fit_on,
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -86,10 +117,9 @@ def draw_wanted(
 def _drawings(
     source: SlideResult, wanted: Wanted, options: PictureOptions
 ) -> Iterator[tuple[str, "Callable[[], Figure]"]]:
-    default = wanted.nothing_chosen
-    if wanted.overview or default:
+    if wanted.overview or wanted.nothing_chosen:
         yield "overview", lambda: figures.draw_overview(source, options)
-    if wanted.embedding or (default and source.features is not None):
+    if wanted.draws_embedding(source):
         yield "embedding", lambda: _embedding(source, wanted, options)
     for column in wanted.columns:
         yield column, lambda: figures.draw_prediction(source, options, column=column)  # noqa: B023
@@ -105,14 +135,23 @@ def _drawings(
 def _embedding(source: SlideResult, wanted: Wanted, options: PictureOptions) -> "Figure":
     if wanted.fit_on is None:
         return figures.draw_embedding(source, options)
-    if not wanted.fit_on.is_dir():
-        there = "is a file, not a folder" if wanted.fit_on.exists() else "no such folder"
-        raise UsageError(f"--fit-on {wanted.fit_on}: {there}")
-    paths = sorted(wanted.fit_on.rglob("*.h5"))
-    if not paths:
-        raise UsageError(f"--fit-on {wanted.fit_on}: holds no result files (*.h5)")
-    fitted = figures.fit_cohort([open_source(path) for path in paths])
+    fitted = figures.fit_cohort([open_source(path) for path in _result_files(wanted.fit_on)])
     return figures.draw_embedding(source, options, fitted=fitted)
+
+
+def _result_files(folder: Path) -> list[Path]:
+    """The result files that give the embedding map's colours.
+
+    Raises:
+        UsageError: There is no such folder, or it holds none.
+    """
+    if not folder.is_dir():
+        there = "is a file, not a folder" if folder.exists() else "no such folder"
+        raise UsageError(f"--fit-on {folder}: {there}")
+    paths = sorted(folder.rglob("*.h5"))
+    if not paths:
+        raise UsageError(f"--fit-on {folder}: holds no result files (*.h5)")
+    return paths
 
 
 def _file_name(name: str) -> str:
