@@ -103,7 +103,8 @@ class SlideJob:
         mask: Tissue mask for this slide.
         bulk_rna: Table of bulk RNA for models that read it.
         extra: Further columns of the input table, carried into the report.
-        problem: Why the input cannot be a slide at all, without its name.
+        problem: Why the slide cannot be processed, as far as that is known without opening it;
+            without its name.
     """
 
     path: Path
@@ -231,6 +232,8 @@ def process_slide(
         What became of the slide. An error does not leave this function: it is the report's
         ``error``, its text the ``reason``; the part file keeps what was computed.
     """
+    if job.problem is not None:
+        return refused(job)
     report = SlideReport(slide=str(job.path), extra=dict(job.extra))
     start = time.perf_counter()
     try:
@@ -247,6 +250,12 @@ def process_slide(
         release_frames(report.error)
     report.seconds.total = time.perf_counter() - start
     return report
+
+
+def refused(job: SlideJob) -> SlideReport:
+    """The report of a slide with a problem, which it takes neither file nor model to tell."""
+    error = SlideOpenError(f"{job.path.name}: {job.problem}")
+    return SlideReport(slide=str(job.path), reason=str(error), extra=dict(job.extra), error=error)
 
 
 def unexpected(job: SlideJob, error: Exception) -> str:
@@ -271,8 +280,6 @@ def _process(
     listener: SlideListener,
     segmenter: Segmenter | None,
 ) -> None:
-    if job.problem is not None:
-        raise SlideOpenError(f"{job.path.name}: {job.problem}")
     opening, planning = job_options(job, options)
     spec = client.model.model_spec
     with report.seconds.measure("open"):

@@ -83,7 +83,9 @@ class LineProgress:
     def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
         """One line for the slide; its file's path on stdout."""
         self._ended += 1
-        self._line(f"[{self._ended}/{self._slides}] {slide_line(job.name, report)}")
+        # Slides that cannot be processed end before the run has started.
+        count = f"[{self._ended}/{self._slides}] " if self._slides else ""
+        self._line(f"{count}{slide_line(job.name, report)}")
         if report.output:
             with self._lock:
                 print_result(report.output)
@@ -208,7 +210,12 @@ class BarProgress(LineProgress):
         """Start the overall bar."""
         self._slides = slides
         if self._overall is not None:
-            self._progress.update(self._overall, description=f"slides ({device})", total=slides)
+            self._progress.update(
+                self._overall,
+                description=f"slides ({device})",
+                total=slides,
+                completed=self._ended,
+            )
 
     def slide_planned(self, job: "SlideJob", *, tiles: int, resumed: int) -> None:
         """Add the slide's bar."""

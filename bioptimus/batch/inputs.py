@@ -85,7 +85,7 @@ class SlideInput:
         extra: Further columns of the list, unread.
         size_bytes: Size of the slide from the list; ``size()`` looks it up where it is absent.
         series: Every file of the DICOM series, in order of name; empty for other slides.
-        problem: Why this input cannot be a slide, such as a missing file, without its name;
+        problem: Why this input cannot be processed, such as a missing file, without its name;
             the slide fails with these words and the others go on.
     """
 

@@ -39,6 +39,7 @@ from bioptimus.pipeline import (
     error_text,
     library_versions,
     process_slide,
+    refused,
     scale_warning,
     unexpected,
 )
@@ -284,6 +285,7 @@ def list_work(config: RunConfig, model: "BaseServerModel | None" = None) -> Work
     slides = inputs.slides
     if config.shard is not None:
         slides = share(slides, parse_shard(config.shard))
+    slides = tuple(_with_problem(each, config, choice.spec) for each in slides)
     return Work(
         model=choice,
         slides=slides,
@@ -323,6 +325,20 @@ def _check_rna(config: RunConfig, spec: ModelSpec, slides: Iterable[SlideInput])
         raise UsageError(
             f"{spec.name} reads bulk RNA; pass --bulk-rna, or a list with a bulk_rna column"
         )
+
+
+def _with_problem(each: SlideInput, config: RunConfig, spec: ModelSpec) -> SlideInput:
+    """The slide, with what its list lacks for it as a problem."""
+    problem = each.problem
+    if problem is None and each.mask is not None and not each.mask.is_file():
+        problem = f"mask {each.mask}: no such file; correct the list"
+    if problem is None and spec.rna_dim:
+        rna = each.bulk_rna or config.bulk_rna
+        if rna is None:
+            problem = f"{spec.name} reads bulk RNA; pass --bulk-rna, or fill the bulk_rna column"
+        elif not rna.is_file():
+            problem = f"bulk RNA {rna}: no such file; correct the list"
+    return each if problem is each.problem else replace(each, problem=problem)
 
 
 def _choice(config: RunConfig, model: "BaseServerModel | None") -> ModelChoice:
@@ -371,6 +387,12 @@ def _run_jobs(
     failed: MutableSequence[int],
     model: "BaseServerModel | None",
 ) -> list[SlideReport]:
+    workers = _Workers(
+        work=work, config=config, run_file=run_file, listener=listener, stop=stop, failed=failed
+    )
+    workers.refuse()
+    if workers.left == 0:
+        return workers.reports()
     import torch
 
     device = model.device if model else wanted_device(config.device)
@@ -408,19 +430,11 @@ def _run_jobs(
     ):
         if stager is not None:
             pairs = zip(work.slides, work.jobs, strict=True)
-            stager.plan(slide for slide, job in pairs if not _is_made(job, config))
-        workers = _Workers(
-            work=work,
-            config=config,
-            client=client,
-            readers=readers,
-            stager=stager,
-            run_file=run_file,
-            listener=listener,
-            stop=stop,
-            segmenter=segmenter,
-            failed=failed,
-        )
+            stager.plan(
+                slide for slide, job in pairs if job.problem is None and not _is_made(job, config)
+            )
+        workers.client, workers.readers = client, readers
+        workers.stager, workers.segmenter = stager, segmenter
         reports = workers.run(plan.workers)
         run_file.add_model(
             name=model.model_name,
@@ -469,24 +483,42 @@ class _Workers:
     """The worker threads of one run.
 
     Owner: `run`, which starts and joins them on the calling (main) thread, so that signal
-    handlers run there between short waits.
+    handlers run there between short waits. It gives them the client and what goes with it before
+    they start.
     """
 
     work: Work
     config: RunConfig
-    client: InProcessClient
-    readers: ThreadPoolExecutor
-    stager: Stager | None
     run_file: RunFile
     listener: RunListener
     stop: StopSignal
-    segmenter: Segmenter | None
     failed: MutableSequence[int]
+    client: InProcessClient = field(init=False)
+    readers: ThreadPoolExecutor = field(init=False)
+    stager: Stager | None = field(init=False, default=None)
+    segmenter: Segmenter | None = field(init=False, default=None)
     _next: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _reports: dict[int, SlideReport] = field(default_factory=dict)
     _ending: threading.Event = field(default_factory=threading.Event)
     _fault: Exception | None = None
+
+    def refuse(self) -> None:
+        """End the slides that have a problem: it takes no model to tell."""
+        for index, job in enumerate(self.work.jobs):
+            if job.problem is not None and not self.stopped:
+                self.listener.slide_started(job)
+                self._end(index, job, self._one(index))
+
+    @property
+    def left(self) -> int:
+        """How many slides there are to take up."""
+        return 0 if self.stopped else len(self.work.jobs) - len(self._reports)
+
+    def reports(self) -> list[SlideReport]:
+        """One report per job, in order, also for those that no thread came to."""
+        self._end_the_rest()
+        return [self._reports[index] for index in range(len(self.work.jobs))]
 
     def run(self, count: int) -> list[SlideReport]:
         """Process all jobs and return their reports in order.
@@ -511,8 +543,7 @@ class _Workers:
                 raise
         if self._fault is not None:
             raise self._fault
-        self._end_the_rest()
-        return [self._reports[index] for index in range(len(self.work.jobs))]
+        return self.reports()
 
     def _end_the_rest(self) -> None:
         """Account for the slides that no thread came to."""
@@ -542,6 +573,8 @@ class _Workers:
                 self._next += 1
             if index >= len(self.work.jobs):
                 return
+            if index in self._reports:
+                continue  # refused
             job = self.work.jobs[index]
             thread.name = f"slide {job.name}"
             try:
@@ -592,6 +625,8 @@ class _Workers:
         )
 
     def _claimed(self, slide: SlideInput, job: SlideJob) -> SlideReport:
+        if job.problem is not None:
+            return refused(job)
         with self._staged(slide, job) as staged:
             return process_slide(
                 replace(job, read_path=staged),
