@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from cli.progress import say
+
 
 class To(StrEnum):
     """Formats; `bioptimus.convert.FORMATS` says what each is."""
@@ -65,9 +67,9 @@ def convert(
     failed = False
     for done in run(results, out, to=to.value, options=options, overwrite=overwrite):
         for path in done.outputs:
-            typer.echo(str(path))
+            say(path)
         if done.problem is not None:
             failed = True
-            typer.echo(f"error: {done.problem}", err=True)
+            say(f"error: {done.problem}", err=True)
     if failed:
         raise typer.Exit(1)

@@ -3,10 +3,8 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import typer
-
 from bioptimus.counting import counted
-from cli.progress import left_out, without_name
+from cli.progress import left_out, say, without_name
 
 if TYPE_CHECKING:
     from bioptimus.batch.preview import SlidePreview
@@ -23,7 +21,7 @@ def show_plan(config: "RunConfig") -> int:
 
     found = preview(config)
     for line in (*(f"WARNING: {note}" for note in found.notes), *left_out(found.skipped)):
-        typer.echo(line, err=True)
+        say(line, err=True)
     states: Counter[str] = Counter()
     tiles = size_bytes = 0
     for each in found.slides:
@@ -32,10 +30,10 @@ def show_plan(config: "RunConfig") -> int:
             tiles += each.tiles - each.tiles_done
             size_bytes += each.output_bytes
         for warning in each.warnings:
-            typer.echo(f"{each.name}: {without_name(warning, each.name)}", err=True)
-        typer.echo(f"{each.name}: {_line(each)}")
+            say(f"{each.name}: {without_name(warning, each.name)}", err=True)
+        say(f"{each.name}: {_line(each)}")
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    typer.echo(
+    say(
         f"{counted(states.total(), 'slide')}: {counts or 'nothing to do'}; "
         f"{counted(tiles, 'tile')} to compute, {size_bytes / 1e6:.1f} MB; nothing written"
     )

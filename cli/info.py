@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
+from cli.progress import one_line, say
 
 READERS = ("auto", "openslide")
 
@@ -58,7 +59,7 @@ def info(
         except BioptimusError as exc:
             facts = {"path": str(path), "name": path.name, "error": str(exc)}
             all_opened = False
-            typer.echo(f"error: {exc}", err=True)
+            say(f"error: {exc}", err=True)
         found.append(facts)
         if not as_json and "error" not in facts:
             typer.echo(("\n" if number else "") + _as_text(facts))
@@ -100,7 +101,8 @@ def _as_text(facts: dict[str, Any]) -> str:
         ("quickhash", facts["quickhash"]),
         *(("warning", sentence) for sentence in facts["warnings"]),
     ]
-    return "\n".join([facts["path"], *(f"  {key:<15}  {value}" for key, value in rows)])
+    lines = [facts["path"], *(f"  {key:<15}  {value}" for key, value in rows)]
+    return "\n".join(map(one_line, lines))
 
 
 def _level_rows(levels: list[dict[str, Any]]) -> list[tuple[str, str]]:

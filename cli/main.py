@@ -11,7 +11,7 @@ import typer
 
 from bioptimus.errors import BioptimusError, UsageError
 from cli import convert, doctor, embed, info, models, predict, report, submit, tiles, verify, view
-from cli.progress import JsonLines, event_line
+from cli.progress import JsonLines, event_line, one_line
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -143,11 +143,16 @@ class _ToStderr(logging.StreamHandler[TextIO]):
         """Chosen at each record instead."""
 
 
+class _Lines(logging.Formatter):
+    """One line for a record, and a traceback's below it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return one_line(super().formatMessage(record))
+
+
 def _log_to_stderr(*, verbose: bool, as_json: bool) -> None:
     handler = _ToStderr(level=logging.DEBUG if verbose else logging.WARNING)
-    handler.setFormatter(
-        JsonLines() if as_json else logging.Formatter("%(levelname)s: %(message)s")
-    )
+    handler.setFormatter(JsonLines() if as_json else _Lines("%(levelname)s: %(message)s"))
     for package in ("bioptimus", "cli"):
         logger = logging.getLogger(package)
         logger.handlers = [handler]
@@ -156,7 +161,7 @@ def _log_to_stderr(*, verbose: bool, as_json: bool) -> None:
 
 
 def _print_error(text: str, code: int, *, as_json: bool) -> None:
-    line = f"error: {text}"
+    line = one_line(f"error: {text}")
     if as_json:
         line = event_line("error", message=text, exit_code=code)
     typer.echo(line, err=True)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from bioptimus.errors import UsageError
+from cli.progress import say
 
 app = typer.Typer(
     help="List models, look into files, export weights to .pt2, compile for this machine.",
@@ -79,7 +80,7 @@ def show(
         typer.echo(json.dumps(found, indent=2))
         return
     for key, value in _flat(found):
-        typer.echo(f"{key:24} {value}")
+        say(f"{key:24} {value}")
 
 
 @app.command("export")
@@ -186,7 +187,7 @@ def export(
     typer.echo(f"worst cosine, real tiles    {real}", err=True)
     length_error = 100 * (report.spec.worst_length_error or 0.0)
     typer.echo(f"largest error of length     {length_error:.2g} %", err=True)
-    typer.echo(report.path)
+    say(report.path)
 
 
 @app.command("compile")
@@ -213,7 +214,7 @@ def compile_model(
 
     prepare_environment()
     choice = resolve_model(model, sha256=sha256)
-    typer.echo(f"compiling {choice.checkpoint} (a minute or so, longer for large models)", err=True)
+    say(f"compiling {choice.checkpoint} (a minute or so, longer for large models)", err=True)
     from bioptimus.runtime.compilation import compile_portable
 
     path = compile_portable(
@@ -222,7 +223,7 @@ def compile_model(
         isa="avx2" if isa == "avx2" else "native",
         again=again,
     )
-    typer.echo(path)
+    say(path)
 
 
 def _tile(tile_px: int | None, mpp: float | None, model: str | None) -> Any:

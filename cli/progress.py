@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
+import typer
+
 from bioptimus.counting import counted
 
 if TYPE_CHECKING:
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
 
 # What a slide is called that is skipped, but not because it is done.
 HELD = "held by another job"
+# A name may hold line ends, and codes that terminals obey: shown as Python writes them.
+_CONTROLS = {
+    code: repr(chr(code))[1:-1]
+    for code in (*range(32), *range(127, 160), 0x2028, 0x2029)
+    if chr(code) != "\t"
+}
 STOPPING = "stopping: finishing the batches under way; press again to stop at once"
 # Told to the terminal itself, not to what stands for it in Python.
 _STDERR = 2
@@ -92,7 +100,7 @@ class LineProgress:
 
     def _line(self, text: str) -> None:
         with self._lock:
-            self._stream.write(text + "\n")
+            self._stream.write(one_line(text) + "\n")
             self._stream.flush()
 
 
@@ -175,7 +183,8 @@ class BarProgress(LineProgress):
 
         self._console = Console(stderr=True)
         self._progress: Progress = Progress(
-            TextColumn("{task.description}"),
+            # A name in brackets is a name, no markup.
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
@@ -246,7 +255,7 @@ class BarProgress(LineProgress):
         super().slide_ended(job, report)
 
     def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(one_line(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def choose_progress(*, log_json: bool) -> LineProgress:
@@ -256,8 +265,19 @@ def choose_progress(*, log_json: bool) -> LineProgress:
     return BarProgress() if sys.stderr.isatty() else LineProgress()
 
 
+def one_line(text: object) -> str:
+    """A text that may hold names of files, fit for one line of a terminal or a list."""
+    return str(text).translate(_CONTROLS)
+
+
+def say(text: object, *, err: bool = False) -> None:
+    """Print one line on stdout, or on stderr."""
+    typer.echo(one_line(text), err=err)
+
+
 def print_result(path: str) -> None:
     """A result's path, alone on a line of stdout."""
+    path = one_line(path)
     # Names are bytes to the system and need not be UTF-8: they leave as they came.
     sys.stdout.flush()
     if hasattr(sys.stdout, "buffer"):
@@ -282,7 +302,10 @@ def without_name(text: str, slide: str) -> str:
         text: A message; it may begin with the slide's file name.
         slide: The slide's path or name.
     """
-    return text.removeprefix(f"{slide}: ").removeprefix(f"{PurePath(slide).name}: ")
+    for name in (slide, PurePath(slide).name):
+        # An error's text has spaces in place of line ends.
+        text = text.removeprefix(f"{name}: ").removeprefix("{}: ".format(name.replace("\n", " ")))
+    return text
 
 
 def slide_line(name: str, report: "SlideReport") -> str:
@@ -300,4 +323,5 @@ def slide_line(name: str, report: "SlideReport") -> str:
 
 
 def _shortened(name: str, width: int = 40) -> str:
+    name = one_line(name)
     return name if len(name) <= width else "…" + name[1 - width :]

@@ -7,7 +7,7 @@ import typer
 
 from bioptimus.counting import counted
 from bioptimus.errors import UsageError
-from cli.progress import HELD, without_name
+from cli.progress import HELD, say, without_name
 
 
 def report(
@@ -44,7 +44,7 @@ def report(
         from bioptimus.report_html import write_html
 
         slides = write_html(out, html)
-        typer.echo(f"{html}: {counted(slides, 'slide')}", err=True)
+        say(f"{html}: {counted(slides, 'slide')}", err=True)
     unfinished = any(each["state"] in ("failed", "stopped") for each in summary.slides.values())
     return 1 if unfinished or summary.missing else 0
 
@@ -67,15 +67,15 @@ def _print_text(summary: Any) -> None:
     for record in summary.slides.values():
         if record["state"] in ("failed", "stopped"):
             reason = without_name(record["reason"], record["slide"])
-            typer.echo(f"{record['state']}: {record['slide']}: {reason}")
+            say(f"{record['state']}: {record['slide']}: {reason}")
     held = set(summary.held)
     for slide in summary.missing:
         if slide in held:
-            typer.echo(f"{HELD}: {slide}: that job has not accounted for it yet")
+            say(f"{HELD}: {slide}: that job has not accounted for it yet")
         else:
-            typer.echo(f"missing: {slide}: no run accounted for it; run the same command again")
+            say(f"missing: {slide}: no run accounted for it; run the same command again")
     for path, reason in summary.skipped.items():
-        typer.echo(f"left out: {path} ({reason})")
+        say(f"left out: {path} ({reason})")
     states = [f"{count} {state}" for state, count in sorted(counts.items())]
     if held:
         states.append(f"{len(held)} {HELD}")

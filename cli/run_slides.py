@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cli.progress import HELD, left_out, without_name
+from cli.progress import HELD, left_out, one_line, without_name
 
 if TYPE_CHECKING:
     from bioptimus.batch.run import RunConfig, RunResult
@@ -130,6 +130,7 @@ def _show_table(result: "RunResult") -> None:
     """The run's table on stderr: every input and its state."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from bioptimus.batch.report import is_left_to_another_job
 
@@ -138,11 +139,11 @@ def _show_table(result: "RunResult") -> None:
         console.print("nothing to do: this share of the inputs is empty", highlight=False)
         return
     for line in left_out(result.skipped):
-        console.print(line, markup=False, highlight=False)
+        console.print(one_line(line), markup=False, highlight=False)
     if sys.stderr.isatty():
         table = Table("slide", "state", "tiles", "failed tiles", "tiles/s", "seconds", "reason")
         for report in result.reports:
-            table.add_row(
+            cells = (
                 report.slide,
                 report.state,
                 str(report.tiles_done),
@@ -151,10 +152,13 @@ def _show_table(result: "RunResult") -> None:
                 f"{report.seconds.total:.1f}",
                 without_name(report.reason, report.slide),
             )
+            # As text: in a string, a name in brackets would be markup.
+            table.add_row(*(Text(one_line(cell)) for cell in cells))
         console.print(table)
     counts: dict[str, int] = {}
     for report in result.reports:
         state = HELD if is_left_to_another_job(report.state, report.output) else report.state
         counts[state] = counts.get(state, 0) + 1
     summary = ", ".join(f"{count} {state}" for state, count in counts.items())
-    console.print(f"{summary}; report: {result.run_file}", markup=False, highlight=False)
+    line = one_line(f"{summary}; report: {result.run_file}")
+    console.print(line, markup=False, highlight=False)

@@ -11,7 +11,7 @@ import typer
 
 from bioptimus.counting import counted
 from bioptimus.errors import UsageError
-from cli.progress import left_out
+from cli.progress import left_out, say
 
 if TYPE_CHECKING:
     from bioptimus.batch.run import Work
@@ -125,13 +125,13 @@ def submit(
         ),
     )
     for line in left_out(work.skipped):
-        typer.echo(line, err=True)
+        say(line, err=True)
     if dry_run:
         typer.echo(job.text(), nl=False)
         typer.echo(f"{job.size}; nothing submitted", err=True)
         return
     job.write()
-    typer.echo(f"wrote {job.script} and {job.slide_list.name} beside it", err=True)
+    say(f"wrote {job.script} and {job.slide_list.name} beside it", err=True)
     number = job.submit()
     typer.echo(number)
     for line in (
@@ -142,7 +142,7 @@ def submit(
         f"  go on    sbatch {shlex.quote(str(job.script))}",
         f"  result   bioptimus report {shlex.quote(str(parsed['out']))}",
     ):
-        typer.echo(line, err=True)
+        say(line, err=True)
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -201,7 +201,7 @@ def _check(action: Action, parsed: dict[str, Any]) -> "Work":
     work = list_work(replace(run_config(parsed, mode), stage=None))
     bad = [slide for slide in work.slides if slide.problem is not None]
     for slide in bad:
-        typer.echo(f"{slide.path}: {slide.problem}", err=True)
+        say(f"{slide.path}: {slide.problem}", err=True)
     if bad:
         slides = counted(len(work.slides), "slide")
         raise UsageError(f"{len(bad)} of {slides} cannot be used; mend these, or leave them out")

@@ -10,7 +10,7 @@ import typer
 from bioptimus.counting import counted
 from bioptimus.errors import BioptimusError, UsageError
 from cli import options as opt
-from cli.progress import left_out, without_name
+from cli.progress import left_out, say, without_name
 
 if TYPE_CHECKING:
     from bioptimus.batch.inputs import SlideInput
@@ -101,7 +101,7 @@ def tiles(
             refuse_unwritable(folder, option=option)
     found = find_inputs(inputs, exclude=[out, *([dump] if dump else [])])
     for line in left_out(found.skipped):
-        typer.echo(line, err=True)
+        say(line, err=True)
     segmenter = None
     if is_tissue_model(tissue):
         from bioptimus.runtime.segmenter import open_segmenter
@@ -127,9 +127,9 @@ def tiles(
                 # The slide's edge: the others go on.
                 failed += 1
                 name = slide.path.name
-                typer.echo(f"error: {name}: {without_name(str(exc), name)}", err=True)
+                say(f"error: {name}: {without_name(str(exc), name)}", err=True)
     if csv is not None:
-        typer.echo(str(csv))
+        say(csv)
     if failed:
         raise typer.Exit(1)
 
@@ -177,14 +177,14 @@ def _plan_one(
         plan = plan_slide(slide, TileSpec(), planning, segmenter=segmenter)
         level = slide.tile_reader(plan.spec).level
         for warning in (*slide.warnings, *plan.warnings):
-            typer.echo(f"{slide.name}: {without_name(warning, slide.name)}", err=True)
+            say(f"{slide.name}: {without_name(warning, slide.name)}", err=True)
         if table is not None:
             table.add(str(job.path), plan)
         written = ""
         if pictures is not None and _drawn(slide, plan, pictures / f"{place}.png"):
             written = f" -> {pictures / f'{place}.png'}"
         side = plan.spec.side_um
-        typer.echo(
+        say(
             f"{slide.name}: {len(plan)} of {len(plan.grid)} tiles of {side:g} µm kept, "
             f"{plan.mask.share:.1%} tissue, mpp {slide.mpp[0]:.4g} "
             f"({slide.resolution.source}), level {level}{written}"
@@ -192,8 +192,8 @@ def _plan_one(
         if dump is not None:
             result = dump_tiles(slide, plan, dump / place, max_failed_share=max_failed_tiles)
             for x, y, reason in result.failed:
-                typer.echo(f"{slide.name}: tile at ({x}, {y}) not written: {reason}", err=True)
-            typer.echo(f"{slide.name}: {counted(result.written, 'tile')} written -> {dump / place}")
+                say(f"{slide.name}: tile at ({x}, {y}) not written: {reason}", err=True)
+            say(f"{slide.name}: {counted(result.written, 'tile')} written -> {dump / place}")
 
 
 def _drawn(slide: "Slide", plan: "SlidePlan", path: Path) -> bool:
@@ -204,6 +204,6 @@ def _drawn(slide: "Slide", plan: "SlidePlan", path: Path) -> bool:
         image = slide.thumbnail(THUMBNAIL_PX)
         save_overview(path, draw_overview(image.pixels, image.downsample, plan))
     except BioptimusError as exc:
-        typer.echo(f"{slide.name}: no overview: {exc}", err=True)
+        say(f"{slide.name}: no overview: {exc}", err=True)
         return False
     return True

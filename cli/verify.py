@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from bioptimus.counting import counted
+from cli.progress import say
 
 
 def verify(
@@ -38,12 +39,12 @@ def verify(
     wanted = find_inputs(slides, exclude=[out]).slides if slides else None
     found = check(out, slides=wanted, deep=deep)
     for finding in found.findings:
-        typer.echo(f"{finding.path}: {finding.problem}")
+        say(f"{finding.path}: {finding.problem}")
     counts = (
         counted(found.files, "file"),
         counted(found.rows, "tile"),
         counted(len(found.findings), "finding"),
     )
-    typer.echo(", ".join(counts), err=True)
+    say(", ".join(counts), err=True)
     if found.findings:
         raise typer.Exit(1)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bioptimus.errors import OutputError, UsageError
+from cli.progress import say
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def view(
     )
     options = PictureOptions(width_px=width_px, slide=slide)
     for path in draw_wanted(source, wanted, options, out=out, suffix=file_format.value):
-        typer.echo(path)
+        say(path)
 
 
 def _location(text: str) -> tuple[float, float]:

@@ -595,7 +595,8 @@ def _read_text(path: Path) -> str:
 
 def _parse_list(name: str, text: str, folder: Path) -> Iterator[tuple[str, _Row]]:
     """Yield each slide as written and its row, from a CSV or from plain lines of paths."""
-    lines = [line.strip() for line in text.splitlines()]
+    # Not by splitlines(), which also cuts at what a name may hold.
+    lines = [line.strip() for line in text.split("\n")]
     header = next((line for line in lines if line and not line.startswith("#")), "")
     # Spreadsheets write semicolons where the comma is the decimal sign.
     delimiter = max(",;\t", key=header.count)

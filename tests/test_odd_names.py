@@ -1,0 +1,109 @@
+"""Names that hold line ends or brackets: one line each in what is printed, whole in lists."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bioptimus.batch.inputs import find_inputs, write_list
+from bioptimus.tiles import TileSpec
+from cli.main import main
+from tests.slides import tissue, write_pyramid
+from tests.tiny_models import TINY, save_module, tiny
+
+ODD, SHOWN = "a\nb\x1b[2J.tif", r"a\nb\x1b[2J.tif"
+# In rich's markup these end something that was never begun.
+BRACKETS = "[x[/y].tif"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = TINY.with_(tile=TileSpec(size_px=64))
+    return save_module(tiny(), spec, tmp_path_factory.mktemp("model") / "tiny.pt2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate((ODD, BRACKETS)):
+        path = tmp_path / "slides" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_pyramid(path, tissue(256, 256)[:: 1 - 2 * number], mpp=0.5, factors=(1, 4))
+    Path("slides", f"{ODD}.txt").touch()
+    return tmp_path
+
+
+def test_every_line_printed_is_of_one_name(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["embed", "slides", "--model", str(model), "--tissue", "none", "--out", "out"]
+    for words, lines, errors in (
+        (["tiles", "slides", "--tissue", "none", "--tile-size-px", "64"], 2, 1),
+        ([*run, "--dry-run"], 3, 1),
+        (run, 2, 6),
+        (["report", "out"], 2, 0),
+        (["verify", "out", "--slides", "slides"], 0, 1),
+        (["convert", "out/tiny", "--to", "clam", "--out", "clam"], 6, 0),
+        (["info", f"slides/{ODD}"], 15, 0),
+        (["info", "none\n.tif"], 0, 1),
+    ):
+        assert main(words) == (1 if "none\n.tif" in words else 0)
+        shown = capsys.readouterr()
+        assert "\x1b" not in shown.out + shown.err
+        assert len(shown.err.splitlines()) == errors, shown.err
+        assert len(shown.out.splitlines()) == lines, shown.out
+    Path("out", "tiny", Path(ODD).stem + ".h5").unlink()
+    assert main(["verify", "out", "--slides", "slides"]) == 1
+    assert f"is missing: there is no result of slides/{SHOWN}\n" in capsys.readouterr().out
+
+
+def test_failed_slide_of_such_a_name_is_named_once(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("slides", ODD).write_text("no slide")
+    assert main(["embed", f"slides/{ODD}", "--model", str(model), "--out", "out"]) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "failed, " in line)
+    assert line.startswith(rf"[1/1] {SHOWN}: failed, not a slide")
+
+
+def test_terminal_shows_brackets_in_names_as_they_are(
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["embed", "slides", "--model", str(model), "--out", "out"]) == 0
+    assert f" {BRACKETS}: " in capsys.readouterr().err
+
+
+def test_list_of_such_names_gives_them_back(folder: Path) -> None:
+    slides = find_inputs(["slides"]).slides
+    write_list(Path("list.csv"), slides)
+    again = find_inputs(["list.csv"]).slides
+    assert [each.path for each in again] == [each.path.absolute() for each in slides]
+    assert [each.relative for each in again] == [each.relative for each in slides]
+    # A spreadsheet's quotes, on standard input.
+    listed = io.StringIO(f'slide,note\n"slides/{ODD}",one\nslides/{BRACKETS},two\n')
+    assert {each.path for each in find_inputs(["-"], stdin=listed).slides} == {
+        each.path for each in slides
+    }
+
+
+def test_plain_list_ends_a_path_at_a_line_end_alone(folder: Path) -> None:
+    name = "a\x0cb\u2028c\x85d.tif"
+    Path(name).touch()
+    (slide,) = find_inputs(["-"], stdin=io.StringIO(f"{name}\n")).slides
+    assert slide.path == Path(name)
+    assert slide.problem is None
+
+
+def test_records_hold_the_name_as_it_is(folder: Path, model: Path) -> None:
+    words = ["embed", f"slides/{ODD}", "--model", str(model), "--tissue", "none"]
+    assert main([*words, "--out", "out"]) == 0
+    (path,) = Path("out", "runs").iterdir()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [each["slide"] for each in records if each["kind"] == "slide"] == [f"slides/{ODD}"]
