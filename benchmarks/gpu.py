@@ -177,7 +177,7 @@ def _export(bench: Bench, key: str, models: dict[str, Path]) -> None:
     bench.row("export", f"{key}, {size:.0f} M, {precision}", f"{time.perf_counter() - start:.0f} s")
     bench.row(
         "parity",
-        f"{key} portable to eager {report.spec.compared_to}",
+        f"{key} portable to eager {report.compared_to}",
         f"cosine {report.worst_random:.6f}",
     )
 

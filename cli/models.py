@@ -182,11 +182,10 @@ def export(
     real = "not compared (--verify SLIDE)"
     if report.worst_real is not None:
         real = f"{report.worst_real:.7f}"
-    typer.echo(f"compared to the network in  {report.spec.compared_to}", err=True)
+    typer.echo(f"compared to the network in  {report.compared_to}", err=True)
     typer.echo(f"worst cosine, random tiles  {report.worst_random:.7f}", err=True)
     typer.echo(f"worst cosine, real tiles    {real}", err=True)
-    length_error = 100 * (report.spec.worst_length_error or 0.0)
-    typer.echo(f"largest error of length     {length_error:.2g} %", err=True)
+    typer.echo(f"largest error of length     {100 * report.worst_length_error:.2g} %", err=True)
     say(report.path)
 
 

@@ -3,6 +3,10 @@
 import json
 import math
 import os
+import platform
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +33,7 @@ from bioptimus.runtime.sources import (
 from bioptimus.runtime.vit import random_vit
 from bioptimus.tiles import TileSpec
 from cli.main import main
+from tests.conftest import ROOT
 from tests.test_vit import hub_folder, narrow, write_safetensors
 from tests.tiny_models import TinyRNA, random_tiles
 
@@ -157,17 +162,17 @@ class NamesFloat32(Flat):
         return super().forward(images.float())
 
 
-def test_where_float64_cannot_be_had_the_file_says_why(
+def test_where_float64_cannot_be_had_the_report_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = export_module(NamesFloat32(), COLOURED, tmp_path / "a.pt2").spec
+    first = export_module(NamesFloat32(), COLOURED, tmp_path / "a.pt2")
     assert first.compared_to.startswith("float32 (in float64 it fails: ")
-    assert first.worst_cosine == 1
+    assert first.worst_random == 1
     monkeypatch.setattr(export, "free_memory", lambda _: 4000)
-    second = export_module(Flat(), COLOURED, tmp_path / "b.pt2").spec
+    second = export_module(Flat(), COLOURED, tmp_path / "b.pt2")
     assert second.compared_to == "float32 (float64 takes 0.0 GB more than there was memory for)"
     monkeypatch.setattr(export, "free_memory", lambda _: 5000)  # 965 weights take 3,860 bytes more
-    assert export_module(Flat(), COLOURED, tmp_path / "c.pt2").spec.compared_to == "float64"
+    assert export_module(Flat(), COLOURED, tmp_path / "c.pt2").compared_to == "float64"
 
 
 def test_a_network_that_fails_is_told_from_one_that_cannot_be_exported(tmp_path: Path) -> None:
@@ -187,20 +192,51 @@ def test_free_memory_is_what_the_system_and_its_container_leave(tmp_path: Path) 
     assert machine._left_in_container(tmp_path, otherwise=7) == 350
 
 
-def test_what_was_compared_stands_in_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = COLOURED.with_(precision="bf16")
-    report = export_module(Flat(), spec, tmp_path / "f.pt2", real_tiles=random_tiles(3))
-    assert main(["models", "show", str(report.path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    shown = {line.split()[0]: line[24:].strip() for line in lines}
-    assert shown["spec.compared_to"] == "float64"
-    assert shown["spec.compared_on"] == "4 random tiles, 3 real tiles"
-    real = report.worst_real
-    assert real is not None
-    assert float(shown["spec.worst_cosine"]) == round(min(report.worst_random, real), 7)
-    assert 0 < float(shown["spec.worst_length_error"]) < 0.04
+_EXPORTS = """
+import sys
+from pathlib import Path
+import torch
+from bioptimus.runtime.sources import export_source
+torch.set_num_threads(int(sys.argv[2]))
+torch.__version__ = torch.torch_version.TorchVersion("2.13.0+" + sys.argv[3])
+for precision in ("fp32", "bf16"):
+    report = export_source(
+        sys.argv[1], Path(precision + ".pt2"), facts_key=None, overrides={"precision": precision},
+        device="cpu", slide=None, hub=False, accept_licence=False,
+    )
+    print(report.worst_random, report.worst_length_error)
+"""
+
+
+def test_another_processor_build_and_folder_give_the_same_bytes(tmp_path: Path) -> None:
+    facts = FACTS["h0"]
+    assert facts.vit is not None
+    # Positions of another image, which have to be resampled.
+    network = random_vit(replace(narrow(facts.vit), image_px=70), depth=2)
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    torch.save(network.state_dict(), weights / "pytorch_model.bin")
+    config = {"mean": [0.5] * 3, "std": [0.5] * 3, "num_attention_heads": 2, "image_size": 56}
+    (weights / "config.json").write_text(json.dumps(config))
+    old = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "PYTHONHASHSEED": "1"}
+    processes = []
+    for name, threads, build, environment in (("a", "1", "cpu", {}), ("b", "2", "cu126", old)):
+        (tmp_path / name).mkdir()
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", _EXPORTS, weights, threads, build],
+                cwd=tmp_path / name,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    reached = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    if platform.machine() == "x86_64":
+        assert reached[0] != reached[1], "no other processor was played"
+    for file in ("fp32.pt2", "bf16.pt2"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("bf16", 0.999), ("fp16", 0.999)])

@@ -103,12 +103,6 @@ class ModelSpec:
         description: One sentence for people.
         source: Where the weights came from.
         source_sha256: Digest of the weights the export read; empty if not known.
-        compared_to: What the export compared the file's results with: ``float64`` is the network
-            itself in double precision; ``float32 (why)`` where that could not be had; empty if
-            nothing was compared.
-        compared_on: On which tiles.
-        worst_cosine: Least cosine between a tile's results and those of the reference.
-        worst_length_error: Largest relative difference of their lengths (Euclidean norms).
     """
 
     name: str
@@ -134,10 +128,6 @@ class ModelSpec:
     description: str = ""
     source: str = ""
     source_sha256: str = ""
-    compared_to: str = ""
-    compared_on: str = ""
-    worst_cosine: float | None = None
-    worst_length_error: float | None = None
 
     def __post_init__(self) -> None:
         """Check types and ranges, and that the counts agree with the names.
@@ -188,9 +178,6 @@ class ModelSpec:
             if not all(_is_number(value) and value > least for value in getattr(self, name)):
                 words = "numbers" if name == "mean" else "positive numbers"
                 yield f"{name} {shown(getattr(self, name))}: must be {words}"
-        for name in ("worst_cosine", "worst_length_error"):
-            if not (getattr(self, name) is None or _is_number(getattr(self, name))):
-                yield f"{name} {shown(getattr(self, name))}: must be a number"
         low, high = _MPP_LIMITS
         if not (_is_number(self.tile.mpp) and low <= self.tile.mpp <= high):
             yield f"tile mpp {shown(self.tile.mpp)}: must lie in {low} to {high} um/px"

@@ -16,10 +16,11 @@ from typing import Self
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
+from torch.torch_version import TorchVersion
 
 from bioptimus.errors import CheckpointError, release_frames
 from bioptimus.models.types import ModelSpec
-from bioptimus.runtime.archive import DESCRIPTION, TensorSpec, inspect_archive
+from bioptimus.runtime.archive import DESCRIPTION, TensorSpec
 from bioptimus.runtime.cache import beside
 from bioptimus.runtime.fitting import expected_inputs, expected_outputs, pool_tokens
 from bioptimus.runtime.machine import free_memory
@@ -75,6 +76,17 @@ def trace(module: nn.Module, spec: ModelSpec, *, device: str = "cpu") -> Exporte
     return program
 
 
+@contextmanager
+def _as_any_build() -> Iterator[None]:
+    """Have torch state its version without the build's (``+cpu``): the same bytes from each."""
+    stated = torch.__version__
+    torch.__version__ = TorchVersion(stated.partition("+")[0])
+    try:
+        yield
+    finally:
+        torch.__version__ = stated
+
+
 def save(program: ExportedProgram, spec: ModelSpec, path: Path) -> None:
     """Write a program with its description, whole or not at all.
 
@@ -92,7 +104,7 @@ def save(program: ExportedProgram, spec: ModelSpec, path: Path) -> None:
     temporary = folder / "model.pt2"
     try:
         folder.mkdir(parents=True)
-        with quiet():
+        with quiet(), _as_any_build():
             torch.export.save(
                 program, temporary, extra_files={DESCRIPTION: json.dumps(spec.to_dict())}
             )
@@ -223,15 +235,20 @@ class ExportReport:
 
     Attributes:
         path: The file written.
-        spec: The description inside, with what the comparison came to.
+        spec: The description inside.
+        compared_to: What the file's results were compared with: ``float64`` is the network itself
+            in double precision; ``float32 (why)`` where that could not be had.
         worst_random: Least cosine to the eager network over random tiles.
         worst_real: The same over real tiles; None where none were given.
+        worst_length_error: Largest relative difference of a row's length, over all tiles.
     """
 
     path: Path
     spec: ModelSpec
+    compared_to: str
     worst_random: float
     worst_real: float | None
+    worst_length_error: float
 
 
 def export_module(
@@ -246,9 +263,9 @@ def export_module(
 
     The file is loaded again and compared with the eager network in float64, on random tiles and
     on real ones; a file that fails is not written. Where float64 cannot be had, for want of memory
-    or because the network does not compute in it, the reference is float32, and the file says so.
-    How well they agreed is in the file too, and differs between processors: export once and copy
-    the file, or results of two exports count as made from two models.
+    or because the network does not compute in it, the reference is float32. How well they agreed
+    differs between processors, so it is in the report and not in the file: the same weights give
+    the same bytes on each, else results would count as made from two models.
 
     Args:
         network: Of float32 weights. It is changed: evaluation mode, on ``device``, in the
@@ -287,17 +304,6 @@ def export_module(
         worst = reduce(Agreement.worst_of, found)
         if not worst.within(spec.precision):
             raise CheckpointError(f"{path.name}: not written: {_difference(worst, spec)}")
-        spec = spec.with_(
-            compared_to=compared_to,
-            compared_on=", ".join(
-                f"{len(batch[0])} {kind} tiles"
-                for kind, batch in zip(("random", "real"), batches, strict=False)
-            ),
-            worst_cosine=round(worst.cosine, 7),
-            worst_length_error=float(f"{worst.length_error:.2g}"),
-        )
-        save(program, spec, candidate)
-        inspect_archive(candidate)
         candidate.replace(path)
     except OSError as exc:
         raise CheckpointError(f"{path}: cannot be written: {exc}") from exc
@@ -306,8 +312,10 @@ def export_module(
     return ExportReport(
         path=path,
         spec=spec,
+        compared_to=compared_to,
         worst_random=found[0].cosine,
         worst_real=found[1].cosine if real_tiles is not None else None,
+        worst_length_error=worst.length_error,
     )
 
 
@@ -359,7 +367,6 @@ def _no_room_for_float64(network: nn.Module, device: str) -> str:
     free = free_memory(device)
     if more <= _SHARE_FOR_WEIGHTS * free:
         return ""
-    # Nothing of this moment's memory: the text goes into the file.
     return f"float64 takes {more / 1e9:.1f} GB more than there was memory for"
 
 

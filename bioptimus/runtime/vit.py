@@ -253,8 +253,9 @@ def _fit_positions(positions: torch.Tensor, shape: VitShape) -> torch.Tensor:
     stored = round((positions.shape[1] - prefix) ** 0.5)
     if stored == side:
         return positions
-    grid = positions[:, prefix:].reshape(1, stored, stored, -1).permute(0, 3, 1, 2).float()
-    grid = functional.interpolate(grid, (side, side), mode="bicubic", antialias=True)
+    # In double precision: in single, the last bits would be another processor's other ones.
+    grid = positions[:, prefix:].reshape(1, stored, stored, -1).permute(0, 3, 1, 2).double()
+    grid = functional.interpolate(grid, (side, side), mode="bicubic", antialias=True).float()
     return torch.cat([positions[:, :prefix].float(), grid.flatten(2).transpose(1, 2)], 1)
 
 
