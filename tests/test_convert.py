@@ -20,7 +20,7 @@ from bioptimus.inference.results import Result, open_result
 from bioptimus.models.types import InferenceMode
 from cli.convert import To
 from cli.main import main
-from tests.result_files import DIM, GENES, MPP, NAMES, make_result
+from tests.result_files import DIM, GENES, MPP, NAMES, damage, make_result
 
 with warnings.catch_warnings():
     # What these packages and theirs warn about while being imported is not ours to mend.
@@ -378,6 +378,27 @@ def test_one_bad_file_does_not_stop_the_others(
     printed = capsys.readouterr()
     assert printed.out.split() == [str(out / "a.npz"), str(out / "c.npz")]
     assert printed.err.startswith(f"error: {source}/b.h5: cannot be read")
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_damaged_file_is_not_converted_and_the_others_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    if to == "spatialdata":
+        pytest.importorskip("spatialdata")
+    source = tmp_path / "results"
+    damage(make_result(source / "a.h5"), "coords")
+    damage(make_result(source / "b.h5"), "predictions")
+    make_result(source / "c.h5")
+    out = tmp_path / "out"
+    assert main(["convert", str(source), "--to", to, "--out", str(out)]) == 1
+    printed = capsys.readouterr()
+    a, *others = printed.err.splitlines()
+    assert a.startswith(f"error: {source}/a.h5: has other values in coords than were written")
+    assert all("b.h5: has other values in row 10 than" in line for line in others)
+    assert len(others) == 1
+    assert any(path.name.startswith("c") for path in out.rglob("*"))
+    assert not any(path.name.startswith("a") for path in out.rglob("*"))
 
 
 @pytest.mark.parametrize("to", ["npz", "zarr", "clam"])

@@ -24,7 +24,7 @@ from bioptimus.report_html.pictures import SlidePicture, draw_all, paint_over, p
 from bioptimus.tiles import TileSpec
 from bioptimus.view.source import open_source
 from cli.main import main
-from tests.result_files import Sample, sample_slide, write_result
+from tests.result_files import Sample, damage, sample_slide, write_result
 
 NO_MPP = "no mpp in its metadata; pass --mpp-override"
 HOSTILE = 'x"><script>alert(1)<!--&.svs'
@@ -457,3 +457,19 @@ def test_a_folder_that_is_not_there_is_wrong_usage_and_one_without_runs_a_failur
         gone.with_name("file").touch()
         assert main(["report", str(tmp_path), "--html", str(place)]) == 2
         assert capsys.readouterr().err.startswith(f"error: --html {place}"[:30])
+
+
+def test_damaged_files_are_told_and_the_page_shows_the_others(
+    sample: Sample, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in "abc":
+        slide = replace(sample, slide=Path(f"{name}.svs"))
+        write_result(tmp_path / "out" / "lite0" / f"{name}.h5", slide)
+    damage(tmp_path / "out" / "lite0" / "a.h5", "features")
+    damage(tmp_path / "out" / "lite0" / "b.h5", "tissue_mask")
+    page = tmp_path / "report.html"
+    assert write_html(tmp_path / "out", page) == 3
+    told = [line for line in caplog.messages if "no picture of it" in line]
+    assert ["a.h5" in line for line in told].count(True) == 1
+    assert all("has other values in" in line for line in told)
+    assert page.read_text().count("data:image/webp") == 2

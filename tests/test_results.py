@@ -3,6 +3,7 @@ import io
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -12,9 +13,9 @@ from PIL import Image
 
 import bioptimus
 from bioptimus.errors import OutputError
-from bioptimus.inference.results import FailedTile, open_result
+from bioptimus.inference.results import FailedTile, Result, RowsName, open_result
 from bioptimus.models.types import InferenceMode
-from tests.result_files import DIM, GENES, MPP, NAMES, TILE, make_result
+from tests.result_files import DIM, GENES, MPP, NAMES, TILE, damage, make_result
 
 KEPT = [row for row in range(12) if row != 3]
 
@@ -192,6 +193,59 @@ def test_a_changed_file_is_refused_in_words(tmp_path: Path, what: str, words: st
     change(path, what)
     with pytest.raises(OutputError, match=words):
         open_result(path)
+
+
+READ: dict[str, Callable[[Result], object]] = {
+    "coords": lambda result: result.centers,
+    "tissue_ratios": lambda result: result.tissue_ratios,
+    "output_names": lambda result: result.model,
+    "input_gene_names": lambda result: result.input_gene_names,
+    "failed_tiles": lambda result: result.failed_tiles,
+    "thumbnail": lambda result: result.thumbnail,
+    "tissue_mask": lambda result: result.tissue_mask,
+}
+
+
+@pytest.mark.parametrize("dataset", READ)
+def test_a_damaged_dataset_is_an_error_and_no_other_values(tmp_path: Path, dataset: str) -> None:
+    path = make_result(tmp_path / "a.h5")
+    READ[dataset](open_result(path))
+    damage(path, dataset)
+    words = rf"a\.h5: has other values in {dataset} than were written; it is damaged or was edited"
+    with pytest.raises(OutputError, match=words):
+        READ[dataset](open_result(path))
+    with pytest.raises(OutputError, match=words):
+        open_result(path).check()
+    READ[dataset](open_result(path, check=False))
+
+
+@pytest.mark.parametrize("dataset", ["features", "predictions"])
+@pytest.mark.parametrize("asked", ["features", "predictions"])
+def test_a_damaged_row_is_an_error_whichever_kind_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: RowsName, dataset: str
+) -> None:
+    path = damage(make_result(tmp_path / "a.h5"), dataset, row=7)
+    for start, stop in ((0, None), (5, 9), (7, 8)):
+        with pytest.raises(OutputError, match="has other values in row 7 than were written"):
+            open_result(path).read(asked, start, stop)
+    assert len(open_result(path).read(asked, 0, 7)) == 7
+    assert len(open_result(path, check=False).read(asked)) == 11
+    # The one kind is not read for the other's sake where it is very large.
+    monkeypatch.setattr("bioptimus.inference.results._MOST_READ_TO_CHECK", 0)
+    assert len(open_result(path).read(asked)) == 11
+
+
+def test_rows_of_one_kind_are_looked_at_and_files_without_checksums_are_read(
+    tmp_path: Path,
+) -> None:
+    path = make_result(tmp_path / "a.h5", mode=InferenceMode.EMBEDDING)
+    damage(path, "features", row=2)
+    with pytest.raises(OutputError, match="in row 2 than"):
+        _ = open_result(path).features
+    with h5py.File(path, "r+") as file:
+        del file["row_crc32"]
+        del file["coords"].attrs["crc32"]
+    assert len(open_result(path).features) == len(open_result(path).coords) == 11
 
 
 def test_a_notebook_shows_a_card_with_the_thumbnail(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from bioptimus.view.figures import cosine_similarity, fit_cohort
 from bioptimus.view.page import PictureOptions
 from bioptimus.view.source import SlidePictures, SlideResult, open_source
 from cli.main import app, main
-from tests.result_files import Sample, make_result, sample_slide, write_result
+from tests.result_files import Sample, damage, make_result, sample_slide, write_result
 
 SMALL = PictureOptions(width_px=600)
 
@@ -391,6 +391,31 @@ def test_an_option_that_the_pictures_do_not_use_is_told(
     assert told.startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "where"),
+    [
+        ("coords", "coords"),
+        ("thumbnail", "thumbnail"),
+        ("features", "row 5"),
+        ("predictions", "row 5"),
+    ],
+)
+def test_a_damaged_file_is_one_clear_error_and_no_picture(
+    sample: Sample,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    dataset: str,
+    where: str,
+) -> None:
+    path = damage(write_result(tmp_path / "a.h5", sample), dataset, row=5)
+    picture = ["--column", "0"] if dataset == "predictions" else ["--embedding"]
+    code, err = view(capsys, path, *picture, "--no-slide", "--out", tmp_path / "views")
+    assert code == 1
+    assert len(err.splitlines()) == 1
+    assert f"a.h5: has other values in {where} than were written" in err
+    assert not list(tmp_path.rglob("*.png"))
+
+
 def test_a_file_without_embeddings_says_how_to_get_them(sample: Sample, tmp_path: Path) -> None:
     path = write_result(tmp_path / "only.h5", changed(sample, features=None))
     with pytest.raises(UsageError, match="bioptimus predict --with-embeddings"):
@@ -460,6 +485,7 @@ def test_the_ticks_of_nearly_equal_values_stand_whole(tmp_path: Path) -> None:
     path = make_result(tmp_path / "a.h5", prediction_dim=1, output_names=("x",))
     with h5py.File(path, "r+") as file:
         file["predictions"][:, 0] = 1 + np.arange(11) * 1e-4
+        del file["row_crc32"]
     figure = figures.draw_prediction(open_source(path), SMALL, column="x")
     figure.draw_without_rendering()
     bar = figure.axes[-1]

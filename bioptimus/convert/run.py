@@ -154,7 +154,9 @@ def convert(
 
 def _plan(source: Path, relative: PurePath, format_: Format, options: ConvertOptions) -> Conversion:
     try:
-        pieces = format_.pieces(open_result(source), relative, options)
+        result = open_result(source)
+        result.check()
+        pieces = format_.pieces(result, relative, options)
         size = source.stat().st_size
     except OutputError as exc:
         return Conversion(source=source, problem=str(exc))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import BioptimusError, CheckpointError, OutputError
-from bioptimus.inference.checksums import checksum
+from bioptimus.inference.checksums import checksum, row_checksums
 from bioptimus.inference.disk import output_errors
 from bioptimus.inference.hdf5_image import open_to_read
 from bioptimus.inference.layout import (
@@ -34,6 +34,10 @@ from bioptimus.tiles import TileSpec
 if TYPE_CHECKING:
     from anndata import AnnData
 
+# Predictions of 20,000 genes are not read for the sake of a look at the embeddings.
+_MOST_READ_TO_CHECK = 1 << 30
+# Rows from which one column is taken, at a time.
+_COLUMN_BYTES = 16 << 20
 # Attributes that a reader divides by.
 _POSITIVE = ("slide_width", "slide_height", "mpp_x", "mpp_y", "tile_size_px", "tile_mpp")
 
@@ -73,7 +77,9 @@ class Picture:
 class Result:
     """A finished result file. Arrays are read when they are asked for, and kept.
 
-    The file is open only while something is read, so many results may be held at once.
+    The file is open only while something is read, so many results may be held at once. What is
+    read is compared with its checksum, so that a damaged file is an error and not other numbers;
+    :mod:`bioptimus.verify` looks at the rest.
 
     Attributes:
         path: The file.
@@ -81,9 +87,10 @@ class Result:
         coords_attributes: Attributes of ``coords``, under TRIDENT's names.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, check: bool = True) -> None:
         """Use :func:`open_result`."""
         self.path = path
+        self._checked = check
         self._held: h5py.File | None = None
         with self._file() as file:
             self.attributes: Mapping[str, Any] = {
@@ -237,19 +244,64 @@ class Result:
         """Rows [start, stop) of a dataset, read anew each time.
 
         Raises:
-            OutputError: The file has no such dataset, or can no longer be read.
+            OutputError: The file has no such dataset, can no longer be read, or holds other values
+                than were written.
         """
         if name not in self._shapes:
             there = ", ".join(sorted(self._shapes))
             raise OutputError(f"{self.path}: has no {name} (it has {there})")
         with self._file() as file:
+            if start == 0 and stop is None:
+                return self._whole(file[name])
             rows: npt.NDArray[Any] = file[name][start:stop]
+            self._refuse_changed_rows(file, name, slice(start, stop), rows)
         return rows
+
+    def _whole(self, dataset: h5py.Dataset) -> npt.NDArray[Any]:
+        """All of a dataset."""
+        values: npt.NDArray[Any] = dataset[()]
+        name = dataset.name.removeprefix("/")
+        wanted = dataset.attrs.get(CHECKSUM) if self._checked else None
+        if wanted is not None and checksum(values) != wanted:
+            raise self._changed(name)
+        self._refuse_changed_rows(dataset.file, name, slice(0, None), values)
+        return values
+
+    def _refuse_changed_rows(
+        self, file: h5py.File, name: str, rows: slice, values: npt.NDArray[Any]
+    ) -> None:
+        kinds = [kind for kind in ("features", "predictions") if kind in self._shapes]
+        if not (self._checked and self.has_row_checksums and name in kinds):
+            return
+        # One checksum is over both kinds of a row, so the other one has to be read as well.
+        if any(kind != name and file[kind].nbytes > _MOST_READ_TO_CHECK for kind in kinds):
+            return
+        sums: npt.NDArray[np.uint32] | None = None
+        for kind in kinds:
+            sums = row_checksums(values if kind == name else file[kind][rows], sums)
+        changed = np.flatnonzero(sums != file[ROW_CHECKSUMS][rows])
+        if len(changed):
+            raise self._changed(f"row {rows.start + int(changed[0])}")
+
+    def _changed(self, where: str) -> OutputError:
+        return OutputError(
+            f"{self.path}: has other values in {where} than were written; it is damaged or was "
+            "edited: make it again with --overwrite"
+        )
 
     @property
     def has_row_checksums(self) -> bool:
         """Whether the file tells the checksum of each row; older ones do not."""
         return ROW_CHECKSUMS in self._shapes
+
+    def check(self) -> None:
+        """Refuse a file whose small datasets hold other values than were written.
+
+        Raises:
+            OutputError: It does.
+        """
+        if changed := self.changed_datasets():
+            raise self._changed(", ".join(changed))
 
     def changed_datasets(self) -> list[str]:
         """Names of the small datasets whose values are not those that were written.
@@ -277,9 +329,13 @@ class Result:
         if "predictions" in vars(self):
             return self.predictions[:, index]
         # Of thousands of genes only one is held in memory.
-        with self._file() as file:
-            column: npt.NDArray[np.floating[Any]] = file["predictions"][:, index]
-        return column
+        step = max(1, _COLUMN_BYTES // (4 * self.prediction_dim))
+        with self.held_open():
+            parts = [
+                self.read("predictions", first, first + step)[:, index].copy()
+                for first in range(0, max(1, len(self)), step)
+            ]
+        return np.concatenate(parts)
 
     @cached_property
     def output_names(self) -> tuple[str, ...]:
@@ -296,7 +352,7 @@ class Result:
     def failed_tiles(self) -> tuple[FailedTile, ...]:
         """Tiles that have no row, with the reason."""
         with self._file() as file:
-            table = file["failed_tiles"][:]
+            table = self._whole(file["failed_tiles"])
         return tuple(
             FailedTile(x=int(x), y=int(y), stage=stage.decode(), reason=reason.decode())
             for x, y, stage, reason in table
@@ -463,21 +519,24 @@ class Result:
 
     def _strings(self, name: str) -> tuple[str, ...]:
         with self._file() as file:
-            return tuple(file[name].asstr()[:].tolist()) if name in file else ()
+            if name not in file:
+                return ()
+            return tuple(text.decode() for text in self._whole(file[name]).tolist())
 
     def _picture(self, name: str) -> Picture | None:
         if name not in self._shapes:
             return None
         with self._file() as file:
             x, y = (float(value) for value in file[name].attrs["downsample"])
-            return Picture(pixels=file[name][:], downsample=(x, y))
+            return Picture(pixels=self._whole(file[name]), downsample=(x, y))
 
 
-def open_result(path: Path | str) -> Result:
+def open_result(path: Path | str, *, check: bool = True) -> Result:
     """Open a finished result file.
 
     Args:
         path: ``.../<slide>.h5``.
+        check: Compare what is read with its checksum; false for a file that was edited on purpose.
 
     Returns:
         The result; its arrays are read when they are asked for.
@@ -497,7 +556,7 @@ def open_result(path: Path | str) -> Result:
         raise OutputError(f"{path}: is a folder; name one of the result files in it")
     if not path.stat().st_size:
         raise OutputError(f"{path}: is empty (0 bytes); remove it and make it again")
-    return Result(path)
+    return Result(path, check=check)
 
 
 def _check(path: Path, attributes: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Small pictures for the page: the slide, and beside it the embedding map in the same frame."""
 
 import base64
+import contextlib
 import io
 import logging
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,10 @@ def draw_all(run: RunData) -> Mapping[str, SlidePicture]:
         source = _source(entry)
         if source is not None:
             width = 0 if source.features is None else source.features.shape[1]
-            pictures[entry.key] = _draw(source, fitted.get((entry.model, width)), side)
+            try:
+                pictures[entry.key] = _draw(source, fitted.get((entry.model, width)), side)
+            except BioptimusError as exc:
+                logger.warning("%s; no picture of it", exc)
     return pictures
 
 
@@ -74,8 +78,13 @@ def _fit_by_model(entries: Sequence[SlideEntry]) -> dict[tuple[str, int], Compon
         if source is None or source.features is None or not len(source):
             continue
         key = (entry.model, source.features.shape[1])
-        samples.setdefault(key, []).append(source.feature_sample(wanted=_FIT_ROWS))
-    return {key: Components.fit(np.concatenate(parts), count=3) for key, parts in samples.items()}
+        with contextlib.suppress(BioptimusError):  # told when its own picture is drawn
+            samples.setdefault(key, []).append(source.feature_sample(wanted=_FIT_ROWS))
+    return {
+        key: Components.fit(np.concatenate(parts), count=3)
+        for key, parts in samples.items()
+        if parts
+    }
 
 
 def _draw(source: SlideResult, fitted: Components | None, side: int) -> SlidePicture:

@@ -234,7 +234,7 @@ def source_of(result: "Result") -> SlideResult:
     """An opened result file in the terms of a picture.
 
     Raises:
-        OutputError: The file cannot be read any more.
+        OutputError: The file cannot be read any more, or is damaged.
     """
     count = len(result)
     features = _DatasetRows(result=result, name="features", shape=(count, result.embedding_dim))
