@@ -24,7 +24,11 @@ def verify(
         ),
     ] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Read every row, not only the 256 at either end.")
+        bool,
+        typer.Option(
+            "--deep",
+            help="Read every row also of files above 50 MB, not only the 256 at either end.",
+        ),
     ] = False,
 ) -> None:
     """Check every result file: structure, counts, checksums, leftovers, and what is missing.
@@ -34,6 +38,7 @@ def verify(
     if there is any.
     """
     from bioptimus.batch.inputs import find_inputs
+    from bioptimus.verify import SAMPLED_ROWS
     from bioptimus.verify import verify as check
 
     wanted = find_inputs(slides, exclude=[out]).slides if slides else None
@@ -45,6 +50,12 @@ def verify(
         counted(found.rows, "tile"),
         counted(len(found.findings), "finding"),
     )
-    say(", ".join(counts), err=True)
+    rest = ""
+    if found.sampled:
+        rest = (
+            f"; of {counted(found.sampled, 'large file')} only the first and last {SAMPLED_ROWS} "
+            "rows were read, --deep reads all"
+        )
+    say(", ".join(counts) + rest, err=True)
     if found.findings:
         raise typer.Exit(1)

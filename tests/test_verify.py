@@ -10,7 +10,7 @@ from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.layout import digest_of
 from bioptimus.verify import verify
 from cli.main import main
-from tests.result_files import make_result
+from tests.result_files import DIM, NAMES, make_result
 
 
 def problems(out: Path, *, deep: bool = False) -> list[str]:
@@ -232,10 +232,22 @@ def test_a_foreign_file_is_found(out: Path) -> None:
     assert problems(out)[0].startswith("tiny/x.h5: was not written by bioptimus")
 
 
-def test_deep_reads_what_the_fast_check_leaves_out(out: Path) -> None:
+def test_deep_reads_what_the_fast_check_leaves_out_of_large_files(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_value("features", 300, np.nan)(out / "other" / "a.h5")
+    found = ["other/a.h5: has 1 rows of features with NaN or Inf"]
+    row_bytes = 4 * (DIM + len(NAMES))
+    monkeypatch.setattr("bioptimus.verify._SMALL_BYTES", 599 * row_bytes)
+    assert problems(out) == found
+    monkeypatch.setattr("bioptimus.verify._SMALL_BYTES", 599 * row_bytes - 1)
     assert problems(out) == []
-    assert problems(out, deep=True) == ["other/a.h5: has 1 rows of features with NaN or Inf"]
+    assert main(["verify", str(out)]) == 0
+    assert capsys.readouterr().err == (
+        "3 files, 610 tiles, 0 findings; of 1 large file only the first and last 256 rows were "
+        "read, --deep reads all\n"
+    )
+    assert problems(out, deep=True) == found
 
 
 def test_slides_without_a_result_are_named_for_each_model(
@@ -305,8 +317,9 @@ def test_a_folder_that_is_not_there_is_wrong_usage(
 
 @pytest.mark.parametrize("rows", [255, 256, 257, 300, 511, 512, 513])
 def test_a_changed_row_is_counted_once_however_many_rows_there_are(
-    tmp_path: Path, rows: int
+    tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("bioptimus.verify._SMALL_BYTES", 0)
     path = make_result(tmp_path / "out" / "tiny" / "a.h5", rows=rows + 1)
     with h5py.File(path, "r+") as file:
         assert len(file["features"]) == rows
