@@ -84,6 +84,7 @@ def verify(
             files += 1
             try:
                 result = open_result(path, check=False)  # it tells all that is wrong
+                _ = result.model  # raises where its description cannot be read
                 whole = deep or _row_bytes(result) * len(result) <= _SMALL_BYTES
                 with result.held_open():
                     problems = list(_problems(result, whole=whole))

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -230,6 +231,36 @@ def test_a_foreign_file_is_found(out: Path) -> None:
     with h5py.File(out / "tiny" / "x.h5", "w") as file:
         file["features"] = np.zeros((2, 2))
     assert problems(out)[0].startswith("tiny/x.h5: was not written by bioptimus")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("features", np.zeros(11, np.float32), "holds float32 (11,) as features; make it again"),
+        ("coords", np.zeros((11, 3), np.int64), "holds int64 (11, 3) as coords; make it again"),
+        ("row_crc32", np.zeros((11, 2), np.uint32), "holds uint32 (11, 2) as row_crc32; make it"),
+        ("failed_tiles", np.zeros(1), "holds float64 (1,) as failed_tiles; make it again"),
+        ("output_names", np.zeros(3), "holds float64 (3,) as output_names; make it again"),
+        ("coords", None, "holds no array as coords; make it again"),
+        ("@overlap_px", 300, "says nothing of its tiles (overlap 300 px: must be at least 0 and"),
+        ("@overlap_px", "x", "says nothing of its tiles (invalid literal for int()"),
+        ("@state", "odd", "says its state is odd; make it again"),
+        ("@model_spec", "{}", "model description cannot be read"),
+    ],
+)
+def test_file_that_another_program_bent_is_one_finding_and_the_others_are_looked_at(
+    out: Path, name: str, value: Any, problem: str
+) -> None:
+    with h5py.File(out / "other" / "a.h5", "r+") as file:
+        if name.startswith("@"):
+            file.attrs[name[1:]] = value
+        else:
+            del file[name]
+            file.create_group(name) if value is None else file.create_dataset(name, data=value)
+    found = verify(out, slides=())
+    assert [finding.path for finding in found.findings] == [out / "other" / "a.h5"]
+    assert problem in found.findings[0].problem
+    assert found.files == 3
 
 
 def test_deep_reads_what_the_fast_check_leaves_out_of_large_files(

@@ -41,6 +41,20 @@ _COLUMN_BYTES = 16 << 20
 # Attributes that a reader divides by.
 _POSITIVE = ("slide_width", "slide_height", "mpp_x", "mpp_y", "tile_size_px", "tile_mpp")
 
+# Of each dataset: its number of axes, and the kinds of values that it may hold, as NumPy's letters.
+_LAYOUT = {
+    "features": (2, "f"),
+    "predictions": (2, "f"),
+    "coords": (2, "iu"),
+    "tissue_ratios": (1, "f"),
+    ROW_CHECKSUMS: (1, "u"),
+    "failed_tiles": (1, "V"),
+    "output_names": (1, "OS"),
+    "input_gene_names": (1, "OS"),
+    "thumbnail": (3, "u"),
+    "tissue_mask": (2, "u"),
+}
+
 RowsName = Literal["features", "predictions", "coords", "tissue_ratios", "row_crc32"]
 
 
@@ -101,6 +115,7 @@ class Result:
                 name: getattr(file[name], "shape", ()) for name in file
             }
             _check(path, self.attributes, self._shapes)
+            _check_datasets(path, file)
             self.coords_attributes: Mapping[str, Any] = {
                 key: _plain(value) for key, value in file["coords"].attrs.items()
             }
@@ -174,11 +189,7 @@ class Result:
     @property
     def tile(self) -> TileSpec:
         """Size, scale and overlap of the tiles."""
-        return TileSpec(
-            size_px=int(self.attributes["tile_size_px"]),
-            mpp=float(self.attributes["tile_mpp"]),
-            overlap_px=int(self.attributes["overlap_px"]),
-        )
+        return _tile_of(self.attributes)
 
     @property
     def tile_level0(self) -> tuple[float, float]:
@@ -354,7 +365,7 @@ class Result:
         with self._file() as file:
             table = self._whole(file["failed_tiles"])
         return tuple(
-            FailedTile(x=int(x), y=int(y), stage=stage.decode(), reason=reason.decode())
+            FailedTile(x=int(x), y=int(y), stage=_decoded(stage), reason=_decoded(reason))
             for x, y, stage, reason in table
         )
 
@@ -521,7 +532,7 @@ class Result:
         with self._file() as file:
             if name not in file:
                 return ()
-            return tuple(text.decode() for text in self._whole(file[name]).tolist())
+            return tuple(map(_decoded, self._whole(file[name]).tolist()))
 
     def _picture(self, name: str) -> Picture | None:
         if name not in self._shapes:
@@ -582,16 +593,52 @@ def _check(path: Path, attributes: Mapping[str, Any], shapes: Mapping[str, Any])
         value = attributes[name]
         if not (isinstance(value, int | float) and 0 < value < math.inf):
             raise OutputError(f"{path}: says {name} is {value}; make it again")
+    if attributes["state"] not in ("ok", "empty"):
+        raise OutputError(f"{path}: says its state is {attributes['state']}; make it again")
+    try:
+        _tile_of(attributes)
+    except (TypeError, ValueError) as exc:
+        raise OutputError(f"{path}: says nothing of its tiles ({exc}); make it again") from exc
     if attributes["mode"] not in set(InferenceMode) or not isinstance(
         attributes["model_spec"], Mapping
     ):
         raise OutputError(f"{path}: has a mode or model_spec that says nothing; make it again")
+
+
+def _tile_of(attributes: Mapping[str, Any]) -> TileSpec:
+    return TileSpec(
+        size_px=int(attributes["tile_size_px"]),
+        mpp=float(attributes["tile_mpp"]),
+        overlap_px=int(attributes["overlap_px"]),
+    )
+
+
+def _check_datasets(path: Path, file: h5py.File) -> None:
+    """Refuse datasets of which no reader could make anything, or that do not fit each other."""
+    for name, (axes, kinds) in _LAYOUT.items():
+        if name not in file:
+            continue
+        found = file[name]
+        shape: tuple[int, ...] = getattr(found, "shape", ())  # a group has none
+        fits = len(shape) == axes and found.dtype.kind in kinds
+        if name == "coords":
+            fits = fits and shape[1] == 2
+        if name == "failed_tiles":
+            fits = fits and found.dtype.names == ("x", "y", "stage", "reason")
+        if not fits:
+            what = f"{found.dtype} {shape}" if shape else "no array"
+            raise OutputError(f"{path}: holds {what} as {name}; make it again")
+    count = len(file["coords"])
     for name in ("features", "predictions", "tissue_ratios", ROW_CHECKSUMS):
-        if name in shapes and shapes[name][0] != shapes["coords"][0]:
+        if name in file and len(file[name]) != count:
             raise OutputError(
-                f"{path}: {shapes[name][0]} rows of {name} for {shapes['coords'][0]} of coords; "
-                "make it again"
+                f"{path}: {len(file[name])} rows of {name} for {count} of coords; make it again"
             )
+
+
+def _decoded(text: bytes) -> str:
+    # As h5py writes text that is no UTF-8, such as that of odd file names.
+    return text.decode(errors="surrogateescape")
 
 
 def _plain(value: Any) -> Any:
