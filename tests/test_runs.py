@@ -21,6 +21,7 @@ from bioptimus.batch.run import RunConfig, run
 from bioptimus.batch.stage import Stager
 from bioptimus.pipeline import SlideJob, SlideOptions
 from bioptimus.planning import PlanOptions
+from bioptimus.runtime import batch_size
 from bioptimus.tiles import TileSpec
 from tests.conftest import ROOT
 from tests.killed_runs import Silent
@@ -378,6 +379,31 @@ def test_slides_that_are_done_are_not_staged_again(
     assert [report.state for report in again] == ["skipped"] * 2 + ["ok"] + ["skipped"] * 3
     assert first == sorted(path.name for path in slides.iterdir())
     assert copied == ["slide 2.tif"]
+
+
+def test_no_batch_size_is_looked_for_where_nothing_is_to_be_computed(
+    slides: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[int] = []
+
+    def find(*_: object, passes: int) -> batch_size.BatchSize:
+        searches.append(passes)
+        return batch_size.BatchSize(tiles=5, tiles_per_second=1, reason="")
+
+    monkeypatch.setattr(batch_size, "find_batch_size", find)
+    config = RunConfig(
+        inputs=(str(slides / "slide 0.tif"),),
+        out=tmp_path / "out",
+        model=str(model),
+        batch_size="auto",
+        slide=SlideOptions(plan=PlanOptions(tissue="none")),
+    )
+    for state in ("ok", "skipped"):
+        (report,) = run(config, listener=Silent(), stop=Silent()).reports
+        assert (report.state, len(searches)) == (state, 1)
+    Path(report.output).unlink()
+    run(config, listener=Silent(), stop=Silent())
+    assert len(searches) == 2
 
 
 @pytest.mark.slow

@@ -417,7 +417,7 @@ def _run_jobs(
     if is_tissue_model(config.slide.plan.tissue):
         segmenter = open_segmenter(config.slide.plan.tissue, device=device)
     passes = min(plan.passes, default_slots(model.device))
-    batch_size = _batch_size(config, model, passes=passes, listener=listener)
+    batch_size = _batch_size(config, work.jobs, model, passes=passes, listener=listener)
     load_seconds = time.perf_counter() - began
     listener.run_started(len(work.jobs), device=model.device)
     with (
@@ -447,13 +447,19 @@ def _run_jobs(
 
 
 def _batch_size(
-    config: RunConfig, model: "BaseServerModel", *, passes: int, listener: RunListener
+    config: RunConfig,
+    jobs: Iterable[SlideJob],
+    model: "BaseServerModel",
+    *,
+    passes: int,
+    listener: RunListener,
 ) -> int:
     """Most tiles of one pass, of which so many may run side by side."""
-    if config.batch_size != "auto":
-        return config.batch_size or (
-            _BATCH_ON_CPU if model.device == "cpu" else _BATCH_ON_ACCELERATOR
-        )
+    fixed = config.batch_size
+    if fixed == "auto" and not any(_is_to_do(job, config) for job in jobs):
+        fixed = None
+    if fixed != "auto":
+        return fixed or (_BATCH_ON_CPU if model.device == "cpu" else _BATCH_ON_ACCELERATOR)
     from bioptimus.runtime.batch_size import find_batch_size
 
     found = find_batch_size(model, config.slide.mode, passes=passes)
@@ -651,6 +657,11 @@ class _Workers:
     def _drop(self, slide: SlideInput) -> None:
         if self.stager is not None:
             self.stager.drop(slide)
+
+
+def _is_to_do(job: SlideJob, config: RunConfig) -> bool:
+    """Whether tiles of the slide may have to be computed."""
+    return job.problem is None and not _is_made(job, config)
 
 
 def _is_made(job: SlideJob, config: RunConfig) -> bool:
