@@ -37,6 +37,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def wants_all(_: int) -> bool:
+    return True
+
+
 def staged_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.svs"))
 
@@ -46,7 +50,7 @@ def test_slides_are_read_from_copies_that_vanish_after_use(
 ) -> None:
     local = tmp_path / "local"
     with Stager(local, max_gb=1) as stager:
-        stager.plan(slides)
+        stager.plan(slides, ahead=9, take=wants_all)
         for number, slide in enumerate(slides):
             with stager.staged(slide) as path:
                 assert path.is_relative_to(local)
@@ -63,7 +67,7 @@ def test_copies_never_exceed_the_limit_and_all_slides_come_through(
     local = tmp_path / "local"
     most = 0
     with Stager(local, max_gb=250 * GB_OF_KB) as stager:
-        stager.plan(slides)
+        stager.plan(slides, ahead=9, take=wants_all)
         wait_until(lambda: staged_bytes(local) == 200 * KB)
         for slide in slides:
             with stager.staged(slide) as path:
@@ -76,7 +80,7 @@ def test_slide_whose_turn_it_is_not_is_copied_in_place_of_one_not_used_yet(
     tmp_path: Path, slides: list[SlideInput]
 ) -> None:
     with Stager(tmp_path / "local", max_gb=250 * GB_OF_KB) as stager:
-        stager.plan(slides)
+        stager.plan(slides, ahead=9, take=wants_all)
         wait_until(lambda: staged_bytes(tmp_path / "local") == 200 * KB)
         with stager.staged(slides[5]) as path:
             assert path.is_relative_to(tmp_path / "local")
@@ -87,7 +91,7 @@ def test_slide_whose_turn_it_is_not_is_copied_in_place_of_one_not_used_yet(
 
 def test_dropped_slides_make_room_for_the_next(tmp_path: Path, slides: list[SlideInput]) -> None:
     with Stager(tmp_path / "local", max_gb=150 * GB_OF_KB) as stager:
-        stager.plan(slides)
+        stager.plan(slides, ahead=9, take=wants_all)
         for slide in slides[:5]:
             stager.drop(slide)
         wait_until(lambda: staged_bytes(tmp_path / "local") == 100 * KB)
@@ -97,11 +101,28 @@ def test_dropped_slides_make_room_for_the_next(tmp_path: Path, slides: list[Slid
             assert path.exists()  # in use: it goes when its user is done
 
 
+def test_few_slides_are_copied_ahead_and_only_those_that_are_taken(
+    tmp_path: Path, slides: list[SlideInput]
+) -> None:
+    asked: list[int] = []
+
+    def is_even(index: int) -> bool:
+        asked.append(index)
+        return index % 2 == 0
+
+    with Stager(tmp_path / "local", max_gb=1) as stager:
+        stager.plan(slides, ahead=2, take=is_even)
+        wait_until(lambda: staged_bytes(tmp_path / "local") == 200 * KB)
+        with stager.staged(slides[0]):
+            wait_until(lambda: staged_bytes(tmp_path / "local") == 300 * KB)
+            assert asked == [0, 1, 2, 3, 4]
+
+
 def test_slide_too_large_for_the_limit_is_read_where_it_lies(
     tmp_path: Path, slides: list[SlideInput]
 ) -> None:
     with Stager(tmp_path / "local", max_gb=50 * GB_OF_KB) as stager:
-        stager.plan(slides)
+        stager.plan(slides, ahead=9, take=wants_all)
         with stager.staged(slides[0]) as path:
             assert path == slides[0].path
 
@@ -117,7 +138,7 @@ def test_many_threads_in_any_order_never_wait_for_each_other_for_ever(
                 wrong.append(path)
 
     with Stager(tmp_path / "local", max_gb=250 * GB_OF_KB) as stager:
-        stager.plan(slides)
+        stager.plan(slides, ahead=9, take=wants_all)
         threads = [threading.Thread(target=use, args=[s]) for s in reversed(slides)]
         for thread in threads:
             thread.start()
@@ -145,7 +166,7 @@ def test_failure_inside_leaves_nothing_behind_and_nothing_else_touched(
     (local / "bioptimus-other").mkdir(parents=True)
     (local / "mine.svs").write_text("keep")
     stager = Stager(local, max_gb=1)
-    stager.plan(slides)
+    stager.plan(slides, ahead=9, take=wants_all)
     with pytest.raises(ZeroDivisionError), stager, stager.staged(slides[0]):
         raise ZeroDivisionError
     assert sorted(p.name for p in local.iterdir()) == ["bioptimus-other", "mine.svs"]
@@ -198,7 +219,7 @@ def test_copies_that_a_killed_run_left_are_removed_by_the_next(
 def test_missing_slide_is_left_to_its_own_opening(tmp_path: Path) -> None:
     slide = SlideInput(path=tmp_path / "gone.svs", relative=PurePath("gone.svs"))
     with Stager(tmp_path / "local", max_gb=1) as stager:
-        stager.plan([slide])
+        stager.plan([slide], ahead=9, take=wants_all)
         with stager.staged(slide) as path:
             assert path == slide.path
 
@@ -241,7 +262,7 @@ def test_full_disk_is_told_once_and_slides_are_read_where_they_lie(
 ) -> None:
     break_disk(monkeypatch, silent=False)
     with caplog.at_level(logging.WARNING), Stager(tmp_path / "local", max_gb=1) as stager:
-        stager.plan(slides)
+        stager.plan(slides, ahead=9, take=wants_all)
         for slide in slides:
             with stager.staged(slide) as path:
                 assert path == slide.path

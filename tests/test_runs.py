@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -379,6 +380,69 @@ def test_slides_that_are_done_are_not_staged_again(
     assert [report.state for report in again] == ["skipped"] * 2 + ["ok"] + ["skipped"] * 3
     assert first == sorted(path.name for path in slides.iterdir())
     assert copied == ["slide 2.tif"]
+
+
+TELLS_OF_COPIES = """
+import os, sys
+def tell(event, arguments):
+    if event == "open" and arguments[1] in ("x", "xb"):
+        path = os.path.basename(arguments[0])
+        log = os.open(os.environ["COPIED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(log, (path + "\\n").encode())
+        os.close(log)
+sys.addaudithook(tell)
+"""
+
+
+def test_devices_copy_each_slide_once_and_leave_no_claim(
+    slides: Path, model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(TELLS_OF_COPIES)
+    copied, out = tmp_path / "copied", tmp_path / "out"
+    done = subprocess.run(
+        command(
+            *("embed", slides, "--model", model, "--tissue", "none", "--out", out),
+            *("--device", "cpu,cpu", "--stage", tmp_path / "local"),
+        ),
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+            "COPIED": str(copied),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(copied.read_text().splitlines()) == sorted(path.name for path in slides.iterdir())
+    assert not list(tmp_path.rglob("*.claim"))
+    assert_same_files(out, undisturbed)
+
+
+def test_slides_claimed_ahead_are_given_back_when_the_run_is_stopped(
+    slides: Path, model: Path, tmp_path: Path
+) -> None:
+    class Stop(Silent):
+        def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None:
+            deadline = time.monotonic() + 30
+            while len(list(tmp_path.rglob("*.claim"))) < 3:  # the folder's, this slide's, the next
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            self.stopped = True
+
+    stop = Stop()
+    config = RunConfig(
+        inputs=(str(slides),),
+        out=tmp_path / "out",
+        model=str(model),
+        workers=1,
+        stage=tmp_path / "local",
+        slide=SlideOptions(plan=PlanOptions(tissue="none")),
+    )
+    reports = run(config, listener=stop, stop=stop).reports
+    assert {report.state for report in reports} == {"stopped"}
+    assert not list(tmp_path.rglob("*.claim"))
 
 
 def test_no_batch_size_is_looked_for_where_nothing_is_to_be_computed(

@@ -36,7 +36,8 @@ def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal
     """Run with one process for each device named in ``config.device``, commas between.
 
     Args:
-        config: What to do; ``workers`` and ``readers`` count for each process.
+        config: What to do; ``workers`` and ``readers`` count for each process, ``stage_gb`` for
+            all together.
         listener: Hears the progress of all processes, on the calling thread.
         stop: Once it says so, the processes are told to stop and end as one process would.
 
@@ -62,6 +63,7 @@ def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal
             workers=config.workers or share,
             readers=config.readers or share,
             threads=config.threads or (1 if set(devices) == {"cpu"} else None),
+            stage_gb=config.stage_gb / len(devices),
         )
         collected, dead = _run_processes(each, devices, len(work.jobs), listener, stop)
     if collected.error is not None:

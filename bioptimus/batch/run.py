@@ -25,7 +25,7 @@ from bioptimus.batch.report import RunFile
 from bioptimus.batch.shards import parse_shard, share
 from bioptimus.batch.stage import Stager
 from bioptimus.batch.threads import plan_threads
-from bioptimus.errors import BioptimusError, UsageError
+from bioptimus.errors import BioptimusError, OutputError, UsageError
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.omics import read_bulk_rna
@@ -428,11 +428,6 @@ def _run_jobs(
         if config.stage
         else contextlib.nullcontext() as stager,
     ):
-        if stager is not None:
-            pairs = zip(work.slides, work.jobs, strict=True)
-            stager.plan(
-                slide for slide, job in pairs if job.problem is None and not _is_made(job, config)
-            )
         workers.client, workers.readers = client, readers
         workers.stager, workers.segmenter = stager, segmenter
         reports = workers.run(plan.workers)
@@ -504,6 +499,8 @@ class _Workers:
     stager: Stager | None = field(init=False, default=None)
     segmenter: Segmenter | None = field(init=False, default=None)
     _next: int = 0
+    # Claims of slides that are being copied ahead of their turn.
+    _ahead: dict[int, Claim] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _reports: dict[int, SlideReport] = field(default_factory=dict)
     _ending: threading.Event = field(default_factory=threading.Event)
@@ -534,6 +531,16 @@ class _Workers:
                 whatever the listener raised, such as BrokenPipeError.
             KeyboardInterrupt: It came to this thread; running slides were stopped.
         """
+        if self.stager is not None:
+            # One more for each worker: a process that claims more keeps them from the others.
+            self.stager.plan(self.work.slides, ahead=count, take=self._take_ahead)
+        try:
+            self._run(count)
+        finally:
+            self._give_back()
+        return self.reports()
+
+    def _run(self, count: int) -> None:
         # Futures: a thread whose join a Ctrl-C broke off is taken for dead by Python 3.11.
         with ThreadPoolExecutor(count, thread_name_prefix="slides") as pool:
             working = {pool.submit(self._work) for _ in range(count)}
@@ -549,7 +556,6 @@ class _Workers:
                 raise
         if self._fault is not None:
             raise self._fault
-        return self.reports()
 
     def _end_the_rest(self) -> None:
         """Account for the slides that no thread came to."""
@@ -605,7 +611,7 @@ class _Workers:
     def _one(self, index: int) -> SlideReport:
         slide, job = self.work.slides[index], self.work.jobs[index]
         try:
-            claim = Claim.take(job.output)
+            claim = self._claim(index)
             if claim is None:
                 self._drop(slide)
                 return self._left(job, "skipped", "another job is at work on it")
@@ -622,6 +628,41 @@ class _Workers:
         except Exception as exc:  # noqa: BLE001
             # The batch's edge: whatever happens around one slide, the others go on.
             return self._left(job, "failed", unexpected(job, exc), error=exc)
+
+    def _claim(self, index: int) -> Claim | None:
+        with self._lock:
+            claim = self._ahead.pop(index, None)
+        return claim or Claim.take(self.work.jobs[index].output)
+
+    def _take_ahead(self, index: int) -> bool:
+        """Claim a slide before its turn; False where no copy of it is wanted.
+
+        Only under its claim a slide is copied: other processes that share the list, on this
+        machine or another, copy others.
+        """
+        job = self.work.jobs[index]
+        if self.failed[index] or not _is_to_do(job, self.config):
+            return False
+        with self._lock:
+            if index < self._next or self.stopped:
+                return False
+            try:
+                claim = Claim.take(job.output)
+            except OutputError:
+                return False  # told when the slide's turn comes
+            if claim is None:
+                return False
+            self._ahead[index] = claim
+        # Another process may have ended it a moment ago.
+        return not self.failed[index] and _is_to_do(job, self.config)
+
+    def _give_back(self) -> None:
+        """Release the claims of slides whose turn will not come."""
+        with self._lock:
+            self._next = len(self.work.jobs)
+            left, self._ahead = self._ahead, {}
+        for claim in left.values():
+            claim.release()
 
     def _left(
         self, job: SlideJob, state: SlideState, reason: str, *, error: Exception | None = None

@@ -6,7 +6,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -53,6 +53,9 @@ class Stager:
     touched. Copies together never exceed the limit: when it is reached, copying waits until a
     slide has been used and its copy removed. That bound is the back-pressure.
 
+    Only slides that the run takes are copied, and few of them ahead: see ``plan``. So several
+    processes that share a list do not copy the same slide, nor keep many from each other.
+
     Staging never fails a slide. Whatever cannot be copied (too large, unreadable, disk full) is
     read where it lies; when the folder cannot be written, one warning is logged and no more is
     copied.
@@ -95,13 +98,23 @@ class Stager:
         except OutputError as exc:
             logger.warning("%s; after a kill, copies will have to be removed by hand", exc)
 
-    def plan(self, slides: Iterable[SlideInput]) -> None:
-        """Begin to copy slides in this order, in the background. Call it once."""
+    def plan(
+        self, slides: Iterable[SlideInput], *, ahead: int, take: Callable[[int], bool]
+    ) -> None:
+        """Begin to copy slides in this order, in the background. Call it once.
+
+        Args:
+            slides: All that may be asked for.
+            ahead: Most copies that wait for their use.
+            take: Asked with a slide's place in the order before it is copied: whether this run
+                has taken it, for itself alone, and wants the copy.
+        """
         with self._changed:
-            for slide in slides:
-                self._entry(slide)
+            copies = [self._entry(slide) for slide in slides]
             if self._thread is None and not self._closing:
-                self._thread = threading.Thread(target=self._run, name="stage")
+                self._thread = threading.Thread(
+                    target=self._run, args=(copies, ahead, take), name="stage"
+                )
                 self._thread.start()
 
     @contextmanager
@@ -158,11 +171,18 @@ class Stager:
             slide.path, _Copy(slide=slide, number=number, folder=self.folder / f"{number:06}")
         )
 
-    def _run(self) -> None:
-        for copy in list(self._copies.values()):
-            if not self._reserve(copy, wait=True):
-                continue
-            self._fill(copy)
+    def _run(self, copies: list[_Copy], ahead: int, take: Callable[[int], bool]) -> None:
+        def may_go_on() -> bool:
+            waiting = sum(copy.state is _State.READY for copy in copies)
+            return self._closing or self._disabled or waiting < ahead
+
+        for index, copy in enumerate(copies):
+            with self._changed:
+                self._changed.wait_for(may_go_on)
+                if self._closing or self._disabled:
+                    return
+            if take(index) and self._reserve(copy, wait=True):
+                self._fill(copy)
 
     def _claim(self, slide: SlideInput) -> _Copy | None:
         """Return the finished copy, now in use; None to read the slide in place."""
@@ -175,6 +195,7 @@ class Stager:
             self._changed.wait_for(lambda: copy.state is not _State.COPYING)
             if copy.state is _State.READY:
                 copy.state = _State.IN_USE
+                self._changed.notify_all()
                 return copy
             if copy.state is _State.WAITING:
                 self._give_up(copy)  # read in place: a copy would come too late
