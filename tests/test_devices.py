@@ -1,68 +1,69 @@
 """What the parent of several devices' processes does with what they say."""
 
+import multiprocessing
+import os
+import pickle
 import queue
+import signal
+import struct
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from bioptimus.batch.devices import _Collected, _QueueListener, _relay
+from bioptimus.batch.devices import _Collected, _relay, _SendingListener
 from bioptimus.pipeline import SlideJob, SlideReport
 from tests.killed_runs import Silent
 
+Event = tuple[str, dict[str, Any]]
 JOB = SlideJob(path=Path("a.svs"), output=Path("a.h5"), name="a.svs")
 
 
 class Process:
-    """Lives until it is told to end."""
+    """Reports without cease, as a fast device does, until it is told to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Event | None = None) -> None:
+        self.reader, self._writer = multiprocessing.Pipe(duplex=False)
         self.told = 0
+        self.sent = 0
+        self._first = first
+        self._thread = threading.Thread(target=self._report)
+        self._thread.start()
+
+    def _report(self) -> None:
+        event = self._first
+        while not self.told and self.sent < 1000:
+            self._writer.send(event or ("tiles_done", {"job": JOB, "count": 1}))
+            self.sent, event = self.sent + 1, None
+        self._writer.close()
 
     def is_alive(self) -> bool:
-        return self.told == 0
+        return self._thread.is_alive()
 
     def terminate(self) -> None:
         self.told += 1
 
 
-class Busy:
-    """A queue with always one more event, as that of fast devices, while the process lives."""
-
-    def __init__(self, process: Process, first: tuple[str, dict[str, Any]] | None = None) -> None:
-        self._process = process
-        self._first = first
-        self.given = 0
-
-    def get(self, timeout: float) -> tuple[str, dict[str, Any]]:
-        self.given += 1
-        assert self.given < 1000, "the process was never told to stop"
-        if self._first is not None and self.given == 1:
-            return self._first
-        if not self._process.is_alive():
-            raise queue.Empty
-        return "tiles_done", {"job": JOB, "count": 1}
-
-
 class Stop:
     """Comes, if it does, once events have begun to flow."""
 
-    def __init__(self, events: Busy, *, comes: bool) -> None:
-        self._events = events
+    def __init__(self, process: Process, *, comes: bool) -> None:
+        self._process = process
         self._comes = comes
 
     @property
     def stopped(self) -> bool:
-        return self._comes and self._events.given > 10
+        return self._comes and self._process.sent > 10
 
 
-def relay(
-    first: tuple[str, dict[str, Any]] | None, *, stopped: bool, fail_fast: bool = False
-) -> int:
-    process = Process()
+def relay(first: Event | None, *, stopped: bool, fail_fast: bool = False) -> int:
+    """How often the process was told to end; one that was not has an end of its own."""
+    process = Process(first)
     collected = _Collected(Silent(), 2, fail_fast=fail_fast)
-    events = Busy(process, first)
-    _relay(cast(Any, [process]), events, collected, Stop(events, comes=stopped))
+    stop = Stop(process, comes=stopped)
+    _relay(cast(Any, [process]), {process.reader}, collected, stop)
     return process.told
 
 
@@ -76,9 +77,9 @@ def test_every_device_tells_the_batch_size_it_found() -> None:
 
     listener = Hears()
     collected = _Collected(listener, 1, fail_fast=False)
-    events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+    events: queue.Queue[Event] = queue.Queue()
     for number, tiles in enumerate((64, 128)):
-        _QueueListener(events).batch_size_found(tiles, device=f"cuda:{number}", reason="full")
+        _SendingListener(events).batch_size_found(tiles, device=f"cuda:{number}", reason="full")
         collected.take(*events.get_nowait())
     assert listener.found == [(64, "cuda:0", "full"), (128, "cuda:1", "full")]
 
@@ -90,5 +91,45 @@ def test_stop_reaches_processes_that_never_cease_to_report() -> None:
 def test_failed_slide_stops_the_other_devices_under_fail_fast() -> None:
     failed = ("slide_ended", {"job": JOB, "report": SlideReport(slide="a.svs", state="failed")})
     assert relay(failed, stopped=False, fail_fast=True) == 1
-    with pytest.raises(AssertionError, match="never told"):
-        relay(failed, stopped=False)
+    assert relay(failed, stopped=False) == 0
+
+
+@pytest.mark.parametrize("written", [0, 2, 9])
+def test_a_process_killed_in_the_middle_of_a_word_holds_up_nobody(written: int) -> None:
+    heard: list[str] = []
+
+    class Hears(Silent):
+        def note(self, job: SlideJob, message: str) -> None:
+            heard.append(message)
+
+    def say(message: str) -> bytes:
+        return pickle.dumps(("note", {"job": JOB, "message": message}))
+
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        context.Process(target=target, args=(writer, *arguments))
+        for target, (_, writer), arguments in (
+            (_is_killed, pipes[0], (say("one"), written)),
+            (_goes_on, pipes[1], (say("two"), say("three"))),
+        )
+    ]
+    for process, (_, writer) in zip(processes, pipes, strict=True):
+        process.start()
+        writer.close()
+    collected = _Collected(Hears(), 2, fail_fast=False)
+    _relay(processes, {reader for reader, _ in pipes}, collected, Silent())
+    assert sorted(heard) == ["one", "three", "two"]
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0]
+
+
+def _is_killed(writer: Connection, word: bytes, written: int) -> None:
+    writer.send_bytes(word)
+    # A word is its length in four bytes, then what it says.
+    os.write(writer.fileno(), (struct.pack("!i", len(word)) + word)[:written])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _goes_on(writer: Connection, *words: bytes) -> None:
+    for word in words:
+        writer.send_bytes(word)

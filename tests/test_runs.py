@@ -320,6 +320,56 @@ def test_ctrl_c_that_is_no_stop_signal_ends_the_workers_and_keeps_their_work(
     assert_same_files(tmp_path, undisturbed)
 
 
+IS_KILLED_WHILE_IT_REPORTS = """
+import os, signal, sys
+from multiprocessing import connection
+sent, send = 0, connection.Connection._send
+def half(self, data, *more):
+    global sent
+    sent += 1
+    if sent == int(os.environ["NUMBER"]):
+        try:
+            os.mkdir(os.environ["ONCE"])
+        except FileExistsError:
+            pass
+        else:
+            os.write(self.fileno(), bytes(data)[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+    return send(self, data, *more)
+if "multiprocessing.spawn" in " ".join(sys.orig_argv):
+    connection.Connection._send = half
+"""
+
+
+@pytest.mark.parametrize("number", [1, 9])
+def test_a_process_killed_while_it_reports_neither_stops_the_others_nor_the_run(
+    slides: Path, model: Path, tmp_path: Path, number: int
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(IS_KILLED_WHILE_IT_REPORTS)
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    words = ("embed", slides, "--model", model, "--tissue", "none", "--out", tmp_path / "out")
+    done = subprocess.run(
+        command(*words, "--device", "cpu,cpu", "--workers", "1"),
+        env={
+            **os.environ,
+            "PYTHONPATH": paths,
+            "ONCE": str(tmp_path / "once"),
+            "NUMBER": str(number),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (tmp_path / "once").exists()
+    made = len(list((tmp_path / "out").rglob("*.h5")))
+    assert made >= SLIDES - 1
+    assert done.returncode == (0 if made == SLIDES else 1), done.stderr
+    assert f"{made} ok" in done.stderr
+    if made < SLIDES:
+        assert "ended with exit code -9; run the same command again" in done.stderr
+
+
 INTERRUPTS_A_STARTING_CHILD = """
 import os, signal, sys
 if "multiprocessing.spawn" in " ".join(sys.orig_argv):

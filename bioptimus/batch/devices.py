@@ -2,7 +2,8 @@
 
 Every process gets the whole list of slides; claims deal them out as they come, so a fast device
 takes more of them. A slide that failed on one is not tried on another. The parent relays what the
-processes report and sums it up.
+processes report and sums it up. Each process has a pipe of its own for that, and no lock is shared:
+one that is killed in the middle of a word ends its own pipe and holds up nobody.
 """
 
 import contextlib
@@ -12,11 +13,14 @@ import os
 import queue
 import signal
 import tempfile
+import threading
+import time
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import replace
+from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bioptimus.batch.inputs import write_list
 from bioptimus.batch.report import RUNS_FOLDER, is_left_to_another_job, merge_reports
@@ -27,6 +31,10 @@ from bioptimus.pipeline import SlideJob, SlideReport, StopSignal
 from bioptimus.runtime.runners import available_cores
 
 log = logging.getLogger(__name__)
+
+_Event = tuple[str, dict[str, Any]]
+_Reader = connection.Connection
+_Writer = connection.Connection
 
 _POLL_SECONDS = 0.2
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -91,24 +99,28 @@ def _run_processes(
 ) -> tuple["_Collected", list[str]]:
     """Start, hear and join the processes; what they said, and which of them died."""
     context = multiprocessing.get_context("spawn")
-    events: Any = context.Queue()
+    pipes = [context.Pipe(duplex=False) for _ in devices]
     # Bytes are written whole, and each only under the claim of its slide: no lock.
     failed: Any = context.RawArray("B", slides)
     processes = [
         context.Process(
             target=_run_one,
-            args=(replace(config, device=device), events, failed),
+            args=(replace(config, device=device), writer, failed),
             name=f"bioptimus {device}",
         )
-        for device in devices
+        for device, (_, writer) in zip(devices, pipes, strict=True)
     ]
+    readers = {reader for reader, _ in pipes}
     collected = _Collected(listener, slides, fail_fast=config.fail_fast)
+    # The first process would start it, and it would unblock the signals that `_start` holds back.
+    resource_tracker.ensure_running()
     try:
-        for process in processes:
+        for process, (_, writer) in zip(processes, pipes, strict=True):
             _start(process)
-        _relay(processes, events, collected, stop)
+            writer.close()  # the process has it; with the last copy the pipe ends
+        _relay(processes, readers, collected, stop)
     finally:
-        _end(processes, events)
+        _end(processes, readers)
     return collected, [
         f"the process for {device} ended with exit code {process.exitcode}"
         for device, process in zip(devices, processes, strict=True)
@@ -125,7 +137,7 @@ def _start(process: SpawnProcess) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end(processes: Iterable[SpawnProcess], events: Any) -> None:
+def _end(processes: Iterable[SpawnProcess], readers: set[_Reader]) -> None:
     """Stop and join whatever still runs, as when the listener failed."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
@@ -133,10 +145,11 @@ def _end(processes: Iterable[SpawnProcess], events: Any) -> None:
             process.terminate()
     # A process ends only when all it said has been taken.
     while any(process.is_alive() for process in started):
-        with contextlib.suppress(queue.Empty):
-            events.get(timeout=_POLL_SECONDS)
+        _next_events(readers)
     for process in started:
         process.join()
+    for reader in readers:
+        reader.close()
 
 
 class _Collected:
@@ -183,28 +196,84 @@ class _Collected:
 
 
 def _relay(
-    processes: Iterable[SpawnProcess], events: Any, collected: _Collected, stop: StopSignal
+    processes: Iterable[SpawnProcess],
+    readers: set[_Reader],
+    collected: _Collected,
+    stop: StopSignal,
 ) -> None:
     """Pass events on until every process has ended and its last event is read."""
     told = False
     while True:
-        # Looked at before each event: while tiles are done, the queue may never be empty.
+        # Looked at before each event: while tiles are done, there may always be one more.
         alive = [process for process in processes if process.is_alive()]
         if (stop.stopped or collected.failed_fast) and not told:
             told = True
             for process in alive:
                 process.terminate()
+        events = _next_events(readers)
+        for event in events:
+            collected.take(*event)
+        if not alive and not events:
+            return
+
+
+def _next_events(readers: set[_Reader]) -> list[_Event]:
+    """One event of each process that has said something, after a short wait for the first.
+
+    Pipes of processes that have ended are closed and taken out.
+    """
+    events = []
+    if not readers:
+        time.sleep(_POLL_SECONDS)
+    for reader in connection.wait(list(readers), timeout=_POLL_SECONDS):
+        assert isinstance(reader, connection.Connection)
         try:
-            collected.take(*events.get(timeout=_POLL_SECONDS if alive else 0.0))
-        except queue.Empty:
-            if not alive:
-                return
+            events.append(reader.recv())
+        except (EOFError, OSError):  # the end; also in the middle of an event
+            reader.close()
+            readers.discard(reader)
+    return events
 
 
-class _QueueListener:
+class _Sender:
+    """Sends events to the parent.
+
+    Owner: the process's main thread, which closes it. Any thread may put events in; one thread
+    sends them, so that no slide waits for the parent.
+    """
+
+    def __init__(self, writer: _Writer) -> None:
+        self._writer = writer
+        self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="events")
+        self._thread.start()
+
+    def put(self, event: _Event) -> None:
+        self._events.put(event)
+
+    def close(self) -> None:
+        """Send what was put in, then close the pipe."""
+        self._events.put(None)
+        self._thread.join()
+        self._writer.close()
+
+    def _send(self) -> None:
+        for event in iter(self._events.get, None):
+            # Without a parent nobody listens, and the run is about to stop: see _OrOrphaned.
+            with contextlib.suppress(OSError):
+                self._writer.send(event)
+
+
+class _Events(Protocol):
+    """Takes events."""
+
+    def put(self, event: _Event) -> None: ...
+
+
+class _SendingListener:
     """Sends what a process's run says to the parent."""
 
-    def __init__(self, events: Any) -> None:
+    def __init__(self, events: _Events) -> None:
         self._events = events
 
     def loading(self, model: str) -> None:
@@ -233,7 +302,7 @@ class _QueueListener:
         self._events.put(("slide_ended", {"job": job, "report": replace(report, error=None)}))
 
 
-def _run_one(config: RunConfig, events: Any, failed: MutableSequence[int]) -> None:
+def _run_one(config: RunConfig, writer: _Writer, failed: MutableSequence[int]) -> None:
     """In a process of its own: run on one device."""
     # A Ctrl-C at the terminal goes to the parent alone, which tells each process once: a second
     # signal would mean "at once". Signals have been held back so far, for they would have ended
@@ -241,15 +310,12 @@ def _run_one(config: RunConfig, events: Any, failed: MutableSequence[int]) -> No
     # parent's word is heard.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
-    with StopFlag() as flag:
+    with StopFlag() as flag, contextlib.closing(_Sender(writer)) as events:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         try:
-            run(config, listener=_QueueListener(events), stop=_OrOrphaned(flag), failed=failed)
+            run(config, listener=_SendingListener(events), stop=_OrOrphaned(flag), failed=failed)
         except BioptimusError as exc:
             events.put(("error", {"error": exc}))
-    events.close()
-    # What was put must be sent before the process ends.
-    events.join_thread()
 
 
 class _OrOrphaned:
