@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -378,6 +379,22 @@ def test_one_bad_file_does_not_stop_the_others(
     printed = capsys.readouterr()
     assert printed.out.split() == [str(out / "a.npz"), str(out / "c.npz")]
     assert printed.err.startswith(f"error: {source}/b.h5: cannot be read")
+
+
+def test_a_result_that_is_converted_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        make_result(tmp_path / "in" / f"{number}.h5")
+    opened: list[weakref.ref[Result]] = []
+
+    def opening(path: Path) -> Result:
+        opened.append(weakref.ref(result := open_result(path)))
+        return result
+
+    monkeypatch.setattr("bioptimus.convert.run.open_result", opening)
+    for number, _ in enumerate(convert([tmp_path / "in"], tmp_path / "out", to="npz")):
+        assert sum(ref() is not None for ref in opened) <= 5 - number
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ def test_equal_features_have_equal_colours_on_every_slide_of_a_cohort(
         )
         for number, part in enumerate(parts)
     ]
-    fitted = fit_cohort(results)
+    fitted = fit_cohort(results, tiles=sum(map(len, results)))
     rasters = []
     for result in results:
         figure = figures.draw_embedding(result, SMALL, fitted=fitted)
@@ -177,9 +178,30 @@ def test_a_cohort_of_two_models_is_refused(sample: Sample, tmp_path: Path) -> No
         for number, each in enumerate((sample, other))
     ]
     with pytest.raises(UsageError, match="use the files of one model"):
-        fit_cohort(results)
+        fit_cohort(results, tiles=sum(map(len, results)))
     with pytest.raises(UsageError, match="use the files of one model"):
-        figures.draw_embedding(results[1], SMALL, fitted=fit_cohort(results[:1]))
+        figures.draw_embedding(
+            results[1], SMALL, fitted=fit_cohort(results[:1], tiles=len(results[0]))
+        )
+
+
+def test_of_a_cohort_two_files_at_most_are_in_memory(
+    sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        write_result(tmp_path / "cohort" / f"{number}.h5", sample)
+    opened: list[weakref.ref[SlideResult]] = []
+
+    def opening(path: Path) -> SlideResult:
+        assert sum(ref() is not None for ref in opened) < 2
+        source = open_source(path)
+        opened.append(weakref.ref(source))
+        return source
+
+    monkeypatch.setattr("bioptimus.view.wanted.open_source", opening)
+    words = ["view", str(tmp_path / "cohort" / "0.h5"), "--embedding", "--no-slide"]
+    assert main([*words, "--fit-on", str(tmp_path), "--out", str(tmp_path)]) == 0
+    assert len(opened) == 5
 
 
 def test_the_nearest_tiles_are_those_of_highest_cosine(sample: Sample, result_file: Path) -> None:

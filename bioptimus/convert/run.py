@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -141,15 +142,16 @@ def convert(
     if to not in FORMATS:
         raise UsageError(f"{to}: no such format; known are {', '.join(FORMATS)}")
     chosen = options or ConvertOptions()
-    plans = [
+    plans = deque(
         _plan(source, relative, FORMATS[to], chosen)
         for source, relative in find_results(arguments, exclude=out).items()
-    ]
+    )
     _refuse_collisions(plans)
     with output_errors(out, "cannot be made", advice="choose another --out"):
         out.mkdir(parents=True, exist_ok=True)
-    for plan in plans:
-        yield _convert(plan, out, overwrite=overwrite)
+    while plans:
+        # Off the list: a result keeps what was read of it.
+        yield _convert(plans.popleft(), out, overwrite=overwrite)
 
 
 def _plan(source: Path, relative: PurePath, format_: Format, options: ConvertOptions) -> Conversion:
@@ -163,7 +165,7 @@ def _plan(source: Path, relative: PurePath, format_: Format, options: ConvertOpt
     return Conversion(source=source, pieces=tuple(pieces), needed_bytes=size)
 
 
-def _refuse_collisions(plans: Sequence[Conversion]) -> None:
+def _refuse_collisions(plans: Iterable[Conversion]) -> None:
     sources: dict[str, Path] = {}
     for plan in plans:
         for piece in plan.pieces:

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -17,7 +17,7 @@ from bioptimus.view.colours import (
     component_colours,
     hex_to_rgb,
 )
-from bioptimus.view.components import MAX_COMPONENTS, SAMPLE_ROWS, Components
+from bioptimus.view.components import MAX_COMPONENTS, SAMPLE_ROWS, Components, Floats
 from bioptimus.view.page import (
     EDGE,
     INK,
@@ -203,25 +203,30 @@ def cosine_similarity(result: SlideResult, row: int) -> npt.NDArray[np.float32]:
     return np.concatenate(parts).astype(np.float32)
 
 
-def fit_cohort(results: Sequence[SlideResult]) -> Components:
+def fit_cohort(results: Iterable[SlideResult], *, tiles: int) -> Components:
     """Components of several files, each weighing by its number of tiles.
+
+    Args:
+        results: Taken one after the other, so that only one need be in memory.
+        tiles: How many rows with an embedding they have together.
 
     Raises:
         UsageError: No file holds an embedding, or their lengths differ.
     """
-    usable = [result for result in results if result.features is not None and len(result)]
-    if not usable:
-        raise UsageError("--fit-on: no file there holds embeddings")
-    total = sum(len(result) for result in usable)
-    samples = []
-    for result in usable:
-        share = max(1, SAMPLE_ROWS * len(result) // total)
-        samples.append(result.feature_sample(wanted=share))
+    samples: list[Floats] = []
+    first = ""
+    for result in results:
+        if result.features is None or not len(result):
+            continue
+        first = first or result.path.name
+        samples.append(result.feature_sample(wanted=max(1, SAMPLE_ROWS * len(result) // tiles)))
         if samples[-1].shape[1] != samples[0].shape[1]:
             raise UsageError(
                 f"--fit-on: {result.path.name} has embeddings of {samples[-1].shape[1]} values, "
-                f"{usable[0].path.name} of {samples[0].shape[1]}; use the files of one model"
+                f"{first} of {samples[0].shape[1]}; use the files of one model"
             )
+    if not samples:
+        raise UsageError("--fit-on: no file there holds embeddings")
     return Components.fit(np.concatenate(samples), count=3)
 
 

@@ -230,6 +230,18 @@ def open_source(path: Path) -> SlideResult:
     return source_of(open_result(path))
 
 
+def embedded_tiles(path: Path) -> int:
+    """How many rows with an embedding a result file has.
+
+    Raises:
+        OutputError: As :func:`open_source`.
+    """
+    from bioptimus.inference.results import open_result
+
+    result = open_result(path)
+    return len(result) if result.embedding_dim else 0
+
+
 def source_of(result: "Result") -> SlideResult:
     """An opened result file in the terms of a picture.
 

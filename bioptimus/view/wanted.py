@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.view import figures
 from bioptimus.view.page import PictureOptions
-from bioptimus.view.source import SlideResult, open_source
+from bioptimus.view.source import SlideResult, embedded_tiles, open_source
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,7 +135,9 @@ def _drawings(
 def _embedding(source: SlideResult, wanted: Wanted, options: PictureOptions) -> "Figure":
     if wanted.fit_on is None:
         return figures.draw_embedding(source, options)
-    fitted = figures.fit_cohort([open_source(path) for path in _result_files(wanted.fit_on)])
+    paths = _result_files(wanted.fit_on)
+    tiles = sum(map(embedded_tiles, paths))
+    fitted = figures.fit_cohort(map(open_source, paths), tiles=tiles)
     return figures.draw_embedding(source, options, fitted=fitted)
 
 
