@@ -67,7 +67,8 @@ def _print_text(summary: Any) -> None:
     for record in summary.slides.values():
         if record["state"] in ("failed", "stopped"):
             reason = without_name(record["reason"], record["slide"])
-            say(f"{record['state']}: {record['slide']}: {reason}")
+            model = f" ({record['model']})" if len(summary.models) > 1 else ""
+            say(f"{record['state']}: {record['slide']}{model}: {reason}")
     held = set(summary.held)
     for slide in summary.missing:
         if slide in held:

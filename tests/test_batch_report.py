@@ -10,7 +10,9 @@ import pytest
 from bioptimus.batch.claims import Claim, claim_path
 from bioptimus.batch.report import RunFile, merge_reports, read_runs
 from bioptimus.errors import OutputError
-from bioptimus.pipeline import SlideJob, SlideReport, Timings
+from bioptimus.pipeline import SlideJob, SlideReport, SlideState, Timings
+from bioptimus.report_html.collect import collect
+from cli.main import main
 
 
 @contextmanager
@@ -24,9 +26,11 @@ def room(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def run_file(out: Path) -> RunFile:
+def run_file(out: Path, *, model: str = "m") -> RunFile:
     slides = ["a.svs", "b.svs", "c.svs"]
-    return RunFile(out, command=(), parameters={}, inputs=slides, skipped=(), versions={})
+    return RunFile(
+        out, command=(), model=model, parameters={}, inputs=slides, skipped=(), versions={}
+    )
 
 
 def test_line_that_a_full_disk_cut_short_is_told_and_spoils_no_other(tmp_path: Path) -> None:
@@ -38,7 +42,7 @@ def test_line_that_a_full_disk_cut_short_is_told_and_spoils_no_other(tmp_path: P
                     report.add(SlideReport(slide="b.svs", state="ok"))
         report.add(SlideReport(slide="c.svs", state="ok"))
     summary = read_runs(tmp_path)
-    assert sorted(summary.slides) == ["a.svs", "c.svs"]
+    assert sorted(summary.slides) == [str(Path(name).absolute()) for name in ("a.svs", "c.svs")]
     assert summary.missing == ["b.svs"]
 
 
@@ -62,8 +66,45 @@ def test_slide_that_no_run_finished_is_as_the_last_to_try_it_says(
     for report in (earlier, later):
         with closing(run_file(tmp_path)) as run:
             run.add(report)
-    found = read_runs(tmp_path).slides["a.svs"]
+    (found,) = read_runs(tmp_path).slides.values()
     assert (found["state"], found["reason"]) == (counts.state, counts.reason)
+
+
+def test_slide_is_the_same_however_a_run_named_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named: list[tuple[str, SlideState]] = [("a.svs", "failed"), (f"{tmp_path}/./a.svs", "ok")]
+    for slide, state in named:
+        with closing(run_file(tmp_path)) as run:
+            run.add(SlideReport(slide=slide, state=state))
+    summary = read_runs(tmp_path)
+    assert [each["state"] for each in summary.slides.values()] == ["ok"]
+    assert summary.missing == ["b.svs", "c.svs"]
+    assert [entry.state for entry in collect(tmp_path).slides] == ["ok", "missing", "missing"]
+    # The same words in another folder are another slide.
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with closing(run_file(tmp_path)) as run:
+        run.add(SlideReport(slide="a.svs", state="failed"))
+    summary = read_runs(tmp_path)
+    assert sorted(each["state"] for each in summary.slides.values()) == ["failed", "ok"]
+
+
+def test_slide_that_one_model_did_is_not_done_by_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs: dict[str, tuple[SlideState, ...]] = {"m": ("ok", "ok", "ok"), "n": ("failed", "ok")}
+    for model, states in runs.items():
+        with closing(run_file(tmp_path, model=model)) as run:
+            for slide, state in zip("abc", states, strict=False):
+                run.add(SlideReport(slide=f"{slide}.svs", state=state, reason="a.svs: is odd"))
+    assert main(["report", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "failed: a.svs (n): is odd",
+        "missing: c.svs (n): no run accounted for it; run the same command again",
+        "2 runs: 1 failed, 4 ok, 1 missing; 0 tiles",
+    ]
 
 
 def test_slide_that_failed_on_one_device_is_not_called_stopped_for_the_other() -> None:

@@ -14,9 +14,9 @@ import os
 import platform
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import orjson
@@ -103,6 +103,20 @@ def _preference(report: SlideReport) -> int:
     return rank(report.state, report.seconds.total)
 
 
+def account_key(run: Mapping[str, Any], slide: str) -> tuple[str, str]:
+    """The slide and the model that an account is of, however the command named them.
+
+    Args:
+        run: First line of the run's file.
+        slide: As the run named it, perhaps relative to its working folder.
+    """
+    folder, parameters = run.get("folder"), run.get("parameters")
+    path = os.path.normpath(os.path.join(folder, slide)) if isinstance(folder, str) else slide
+    # Files of earlier versions tell the option alone, which may be a path.
+    option = parameters.get("model", "") if isinstance(parameters, Mapping) else ""
+    return path, str(run.get("model") or PurePath(str(option)).stem)
+
+
 class RunFile:
     """Appends one run's records to ``<out>/runs/<id>.json``.
 
@@ -114,6 +128,7 @@ class RunFile:
         out: Path,
         *,
         command: Sequence[str],
+        model: str,
         parameters: dict[str, Any],
         inputs: Iterable[str],
         skipped: Iterable[tuple[str, str]],
@@ -145,6 +160,8 @@ class RunFile:
                 "kind": "run",
                 "run": self.run_id,
                 "command": list(command),
+                "folder": os.getcwd(),
+                "model": model,
                 "started": started.isoformat(),
                 "host": self.host,
                 "job": self.job,
@@ -237,11 +254,14 @@ class RunsSummary:
     """What all runs below an output folder say together.
 
     Attributes:
-        slides: Best record of each slide, by its path.
-        missing: Slides that a run was given and none accounted for.
+        slides: Best record of each slide, by its absolute path; of several models one for each,
+            with the model's name behind the path.
+        missing: Slides that a run was given and none accounted for, as it named them; of several
+            models with the model's name behind.
         held: Those of them that a run passed over because another job was at work on them.
         skipped: Files below the inputs that no run took, with the reason.
         runs: First lines of the run files.
+        models: Names of the models that they ran.
     """
 
     slides: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -249,6 +269,7 @@ class RunsSummary:
     held: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
 
 
 def read_runs(out: Path) -> RunsSummary:
@@ -263,20 +284,18 @@ def read_runs(out: Path) -> RunsSummary:
     paths = sorted((out / RUNS_FOLDER).glob("*.json"))
     if not paths:
         raise OutputError(f"{out}: no {RUNS_FOLDER}/*.json here; is this an --out folder?")
-    summary = RunsSummary()
-    planned: dict[str, None] = {}
-    held: set[str] = set()
+    accounts = _Accounts()
     for path in paths:
+        run: dict[str, Any] = {}
         for line in path.read_bytes().splitlines():
             try:
                 record = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
             if _is_record(record):
-                _merge(summary, planned, held, record)
-    summary.missing = [slide for slide in planned if slide not in summary.slides]
-    summary.held = [slide for slide in summary.missing if slide in held]
-    return summary
+                run = record if record.get("kind") == "run" else run
+                accounts.take(run, record)
+    return accounts.summary()
 
 
 _KEYS = {
@@ -295,22 +314,53 @@ def _is_record(found: object) -> bool:
     return found["state"] in _RANKS and isinstance(found["seconds"], dict)
 
 
-def _merge(
-    summary: RunsSummary, planned: dict[str, None], held: set[str], record: dict[str, Any]
-) -> None:
-    kind = record.get("kind")
-    if kind == "run":
-        summary.runs.append(record)
-    elif kind == "inputs":
-        planned.update(dict.fromkeys(record["slides"]))
-        summary.skipped.update((each["path"], each["reason"]) for each in record["skipped"])
-    elif kind == "slide":
-        if is_left_to_another_job(record["state"], record["output"]):
-            held.add(record["slide"])
-            return
-        before = summary.slides.get(record["slide"])
-        if before is None or _rank(record) <= _rank(before):
-            summary.slides[record["slide"]] = record
+class _Accounts:
+    """What the runs say, by slide and model."""
+
+    def __init__(self) -> None:
+        self._best: dict[tuple[str, str], dict[str, Any]] = {}
+        self._planned: dict[tuple[str, str], str] = {}
+        self._held: set[tuple[str, str]] = set()
+        self._skipped: dict[str, str] = {}
+        self._runs: list[dict[str, Any]] = []
+
+    def take(self, run: Mapping[str, Any], record: dict[str, Any]) -> None:
+        """Take in one line of a run's file, of which ``run`` was the first."""
+        kind = record.get("kind")
+        if kind == "run":
+            self._runs.append(record)
+        elif kind == "inputs":
+            self._planned.update((account_key(run, slide), slide) for slide in record["slides"])
+            self._skipped.update((each["path"], each["reason"]) for each in record["skipped"])
+        elif kind == "slide":
+            key = account_key(run, record["slide"])
+            if is_left_to_another_job(record["state"], record["output"]):
+                self._held.add(key)
+                return
+            before = self._best.get(key)
+            if before is None or _rank(record) <= _rank(before):
+                self._best[key] = record
+
+    def summary(self) -> RunsSummary:
+        """All of it."""
+        models = sorted({model for _, model in (*self._best, *self._planned)})
+
+        def named(slide: str, model: str) -> str:
+            return f"{slide} ({model})" if len(models) > 1 else slide
+
+        missing = {
+            key: named(slide, key[1])
+            for key, slide in self._planned.items()
+            if key not in self._best
+        }
+        return RunsSummary(
+            slides={named(*key): {**record, "model": key[1]} for key, record in self._best.items()},
+            missing=list(missing.values()),
+            held=[slide for key, slide in missing.items() if key in self._held],
+            skipped=self._skipped,
+            runs=self._runs,
+            models=models,
+        )
 
 
 def _rank(record: dict[str, Any]) -> int:

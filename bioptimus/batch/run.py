@@ -214,6 +214,7 @@ def run(
     run_file = RunFile(
         config.out,
         command=config.command,
+        model=work.model.spec.name,
         parameters=_parameters(config),
         inputs=[str(job.path) for job in work.jobs],
         skipped=work.skipped,

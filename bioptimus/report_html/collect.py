@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bioptimus.batch.report import NO_ACCOUNT, rank
+from bioptimus.batch.report import NO_ACCOUNT, account_key, rank
 from bioptimus.errors import BioptimusError
 
 logger = logging.getLogger(__name__)
@@ -158,25 +158,25 @@ class _Reports:
 
     def read(self, path: Path, out: Path) -> None:
         """Take in one run's file."""
-        model = ""
+        run: Mapping[str, Any] = {}
         for record in _lines(path):
             if isinstance(record.get("slides"), list):
                 for slide in record["slides"]:
-                    self._add(
-                        SlideEntry(slide=str(slide), state="missing", reason=_UNREACHED), model
-                    )
+                    entry = SlideEntry(slide=str(slide), state="missing", reason=_UNREACHED)
+                    self._add(account_key(run, entry.slide), entry)
                 for item in record.get("skipped") or []:
                     self.skipped[str(item["path"])] = str(item["reason"])
             elif "slide" in record:
-                self._add(_entry(out, record, run=path.stem), model)
+                entry = _entry(out, record, run=path.stem)
+                self._add(account_key(run, entry.slide), entry)
             elif "run" in record:
+                run = record
                 self.runs.append(_run(record))
-                model = str(self.runs[-1].parameters.get("model", ""))
 
-    def _add(self, entry: SlideEntry, model: str) -> None:
-        old = self._best.get((entry.slide, model))
+    def _add(self, key: tuple[str, str], entry: SlideEntry) -> None:
+        old = self._best.get(key)
         if old is None or _rank(entry) <= _rank(old):
-            self._best[entry.slide, model] = entry
+            self._best[key] = entry
 
 
 def _rank(entry: SlideEntry) -> int:
