@@ -163,8 +163,11 @@ def export(
         "precision": precision,
         **_names(output_names, input_genes),
     }
+    from bioptimus.batch.places import refuse_unwritable_file
     from bioptimus.runtime.loader import prepare_environment
 
+    if out is not None:
+        refuse_unwritable_file(out, option="--out", example="my-model.pt2")
     prepare_environment()
     from bioptimus.runtime.sources import export_source
 

@@ -26,15 +26,13 @@ def report(
     Exit code 1 when a slide failed, was stopped, or was never accounted for, or when the folder
     holds no run.
     """
-    from bioptimus.batch.places import refuse_unwritable
+    from bioptimus.batch.places import refuse_unwritable_file
     from bioptimus.batch.report import read_runs
 
     if not out.is_dir():
         raise UsageError(f"{out}: no such folder; give the one that --out named")
     if html is not None:
-        if html.is_dir():
-            raise UsageError(f"--html {html}: is a folder; name a file, such as report.html")
-        refuse_unwritable(html.parent, option="--html")
+        refuse_unwritable_file(html, option="--html", example="report.html")
     summary = read_runs(out)
     if json:
         _print_json(summary)

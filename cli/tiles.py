@@ -72,7 +72,7 @@ def tiles(
     a slide without tissue has not.
     """
     from bioptimus.batch.inputs import find_inputs
-    from bioptimus.batch.places import refuse_unwritable
+    from bioptimus.batch.places import refuse_unwritable, refuse_unwritable_file
     from bioptimus.io.wsi import OpenOptions
     from bioptimus.planning import PlanOptions, is_tissue_model, require_tissue_file
 
@@ -95,10 +95,11 @@ def tiles(
     for option, folder in (
         ("--out", out if overview else None),
         ("--dump", dump),
-        ("--csv", csv and csv.parent),
     ):
         if folder is not None:
             refuse_unwritable(folder, option=option)
+    if csv is not None:
+        refuse_unwritable_file(csv, option="--csv", example="tiles.csv")
     found = find_inputs(inputs, exclude=[out, *([dump] if dump else [])])
     for line in left_out(found.skipped):
         say(line, err=True)

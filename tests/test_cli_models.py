@@ -76,6 +76,9 @@ def test_show_keeps_to_a_pinned_digest(portable: Path, capsys: Captured) -> None
             "'sqrt': known are log1p",
         ),
         (["models", "export", ".", "--as", "nonsense"], 2, "nonsense: no facts"),
+        # Before weights are read, or downloaded.
+        (["models", "export", ".", "--out", "/"], 2, "--out /: is a folder; name a file"),
+        (["models", "export", ".", "-o", "/dev/null/x"], 2, "--out /dev/null: /dev/null is a file"),
         (["models", "export", ".", "--input-genes", "no-file"], 2, "no-file: cannot be read"),
     ],
 )

@@ -72,6 +72,7 @@ def test_of_a_model_without_rna_is_told_to_who_brings_some(
         (["--out", "file"], "--out file: file is a file"),
         (["--dump", "file"], "--dump file: file is a file"),
         (["--csv", "file/tiles.csv"], "--csv file: file is a file"),
+        (["--csv", "."], "--csv .: is a folder; name a file, such as tiles.csv"),
         (["--mpp-override", "0"], "--mpp-override 0"),
     ],
 )

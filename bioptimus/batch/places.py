@@ -27,3 +27,19 @@ def refuse_unwritable(folder: Path, *, option: str) -> None:
             f"{option} {folder}: {there} cannot be written (permission denied); choose another "
             "folder"
         )
+
+
+def refuse_unwritable_file(path: Path, *, option: str, example: str) -> None:
+    """Refuse a name under which no file can be written; nothing is made here.
+
+    Args:
+        path: A file that is there is to be replaced.
+        option: What named it, for the message.
+        example: A file name that would do.
+
+    Raises:
+        UsageError: It is a folder, or its own cannot be made or written.
+    """
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: is a folder; name a file, such as {example}")
+    refuse_unwritable(path.parent, option=option)
