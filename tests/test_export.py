@@ -192,6 +192,46 @@ def test_free_memory_is_what_the_system_and_its_container_leave(tmp_path: Path) 
     assert machine._left_in_container(tmp_path, otherwise=7) == 350
 
 
+_HAS_NO_ROOM = """
+import resource, sys
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))  # a write beyond fails, as on a full disk
+from cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path: Path) -> None:
+    """torch's writer would end the process, with a page of addresses."""
+    words = ("models", "export", "tests.tiny_models:flat", "--name", "flat", "--tile-px", "8")
+    colours = ("--mean", "0,0,0", "--std", "1,1,1")
+    done = subprocess.run(
+        [sys.executable, "-c", _HAS_NO_ROOM, *words, *colours, "-o", tmp_path / "f.pt2"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "BIOPTIMUS_CACHE": str(tmp_path / "cache")},
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"error: {tmp_path / 'f.pt2'}: cannot be written: File too large\n"
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["cache"])
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_computed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    network = Fickle()
+    with pytest.raises(CheckpointError, match=r"/file/f\.pt2: cannot be written: Not a directory$"):
+        export_module(network, COLOURED, tmp_path / "file" / "f.pt2")
+    assert network.calls == 0
+    with pytest.raises(UsageError, match=r"is a folder; name the file to write, such as .*/model"):
+        export_source(
+            "no:such", tmp_path, facts_key=None, overrides={}, device="cpu", slide=None, hub=False,
+            accept_licence=False,
+        )  # fmt: skip
+
+
 _EXPORTS = """
 import sys
 from pathlib import Path

@@ -17,7 +17,7 @@ from bioptimus.runtime.sources import export_source
 from cli.main import main
 from tests.tiny_models import TINY, save_tiny
 
-DESCRIPTION, PROGRAM = "model/extra/bioptimus.json", "model/models/model.json"
+DESCRIPTION, PROGRAM = "archive/extra/bioptimus.json", "archive/models/model.json"
 Members = dict[str, bytes]
 Change = Callable[[zipfile.ZipFile, Members], None]
 
@@ -50,21 +50,21 @@ def twice_but_for_capitals(file: zipfile.ZipFile, members: Members) -> None:
 
 
 def link(file: zipfile.ZipFile, _: Members) -> None:
-    entry = zipfile.ZipInfo("model/extra/more.json")
+    entry = zipfile.ZipInfo("archive/extra/more.json")
     entry.external_attr = (stat.S_IFLNK | 0o777) << 16
     file.writestr(entry, "/etc/passwd")
 
 
 def bomb(file: zipfile.ZipFile, _: Members) -> None:
-    file.writestr("model/extra/more.json", bytes(80 << 20), compress_type=zipfile.ZIP_DEFLATED)
+    file.writestr("archive/extra/more.json", bytes(80 << 20), compress_type=zipfile.ZIP_DEFLATED)
 
 
 def unusually_compressed(file: zipfile.ZipFile, _: Members) -> None:
-    file.writestr("model/extra/more.json", "x" * 99, compress_type=zipfile.ZIP_LZMA)
+    file.writestr("archive/extra/more.json", "x" * 99, compress_type=zipfile.ZIP_LZMA)
 
 
 def steering_the_terminal(file: zipfile.ZipFile, _: Members) -> None:
-    file.writestr("model/extra/\x1b[2J.json", "{}")
+    file.writestr("archive/extra/\x1b[2J.json", "{}")
 
 
 DESCRIPTIONS: list[tuple[dict[str, Any] | bytes, str]] = [

@@ -288,6 +288,14 @@ def test_a_damaged_cached_file_is_made_again(
     assert path.read_bytes() == checkpoint.read_bytes()
 
 
+def test_without_a_lock_the_file_is_made_all_the_same(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIOPTIMUS_CACHE", str(tmp_path))
+    (tmp_path / "models" / checkpoint.name).with_suffix(".lock").mkdir(parents=True)
+    assert builtin_checkpoint().path.read_bytes() == checkpoint.read_bytes()
+
+
 def test_weights_of_another_network_are_refused(weights: Weights) -> None:
     with pytest.raises(CheckpointError, match="do not fit"):
         lite0_from_weights({key: value for key, value in weights.items() if "_bn0" not in key})

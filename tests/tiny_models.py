@@ -33,6 +33,11 @@ def save_tiny(path: Path, spec: ModelSpec = TINY) -> Path:
     return save_module(tiny(), spec, path)
 
 
+def flat() -> nn.Module:
+    """Normalised (N, 3, 8, 8) → (N, 5)."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
+
+
 class TinyRNA(nn.Module):
     """(tiles, RNA (N, 7)) → prediction (N, 2), embedding (N, 5)."""
 

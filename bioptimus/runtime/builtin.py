@@ -110,10 +110,10 @@ def _make(weights: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def _turn(lock: Path) -> Iterator[None]:
-    """Wait for others who make the same file; without file locks, do not."""
-    with lock.open("w") as file:
+    """Wait for others who make the same file; where that cannot be, do not."""
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
         except OSError as exc:
             log.debug("no file locks at %s: %s", lock, exc)
         yield

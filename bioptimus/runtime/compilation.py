@@ -103,11 +103,9 @@ def compile_portable(
         folder.mkdir()
         _compile(info, temporary, device=device, isa=isa)
         _compare(info, temporary, device=device)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as exc:
-        raise CheckpointError(f"{path}: cannot be written: {exc}") from exc
+        raise CheckpointError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     prune()
@@ -136,7 +134,7 @@ def _compiler() -> str | None:
 def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
     import torch
 
-    from bioptimus.runtime.export import quiet
+    from bioptimus.runtime.export import file_for_torch, quiet
     from bioptimus.runtime.runners import first_line
 
     if info.signature is None:  # only foreign compiled files have none
@@ -163,10 +161,12 @@ def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
                 from torch.export.passes import move_to_device_pass
 
                 program = move_to_device_pass(program, device)
-            with torch.no_grad():
+            with torch.no_grad(), file_for_torch(path) as file:
                 torch._inductor.aoti_compile_and_package(
-                    program, package_path=str(path), inductor_configs=options
+                    program, package_path=file, inductor_configs=options
                 )
+    except OSError:
+        raise  # nothing about the program
     except Exception as exc:  # torch documents no error types; this is its border
         raise CheckpointError(f"{info.path}: cannot be compiled: {first_line(exc)}") from exc
 

@@ -1,5 +1,6 @@
 """A torch module → a self-describing portable ``.pt2``."""
 
+import io
 import json
 import logging
 import math
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ from bioptimus.runtime.cache import beside
 from bioptimus.runtime.fitting import expected_inputs, expected_outputs, pool_tokens
 from bioptimus.runtime.machine import free_memory
 from bioptimus.runtime.runners import first_line, open_runner
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 log = logging.getLogger(__name__)
 
@@ -98,23 +102,66 @@ def save(program: ExportedProgram, spec: ModelSpec, path: Path) -> None:
     Raises:
         CheckpointError: The file cannot be written.
     """
-    # The archive's inner folder is named after the file: the same name each time, so that the
-    # same weights give the same bytes.
+    with _made_aside(path) as candidate:
+        _write(program, spec, candidate)
+
+
+def _write(program: ExportedProgram, spec: ModelSpec, path: Path) -> None:
+    with quiet(), _as_any_build(), file_for_torch(path) as file:
+        torch.export.save(program, file, extra_files={DESCRIPTION: json.dumps(spec.to_dict())})
+
+
+@contextmanager
+def _made_aside(path: Path) -> Iterator[Path]:
+    """A name to write a file under; it gets its own once the block has gone well.
+
+    Raises:
+        CheckpointError: The file, or anything in the block, cannot be written.
+    """
     folder = beside(path)
-    temporary = folder / "model.pt2"
     try:
         folder.mkdir(parents=True)
-        with quiet(), _as_any_build():
-            torch.export.save(
-                program, temporary, extra_files={DESCRIPTION: json.dumps(spec.to_dict())}
-            )
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except (OSError, RuntimeError) as exc:
-        raise CheckpointError(f"{path}: cannot be written: {exc}") from exc
+        candidate = folder / "model.pt2"  # torch's loader wants this ending
+        yield candidate
+        candidate.replace(path)
+    except OSError as exc:
+        raise CheckpointError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def file_for_torch(path: Path) -> Iterator[io.FileIO]:
+    """A new file for torch to write an archive to; it is on the disk at the end of the block.
+
+    torch's writer of archives, told of a full disk by an exception, writes once more while it is
+    being taken down, and the second exception ends the process. So it is told nothing, and the
+    block's end raises.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with _QuietFile(path, "wb") as file:
+        yield file
+        if file.error is not None:
+            raise file.error
+        os.fsync(file.fileno())
+
+
+class _QuietFile(io.FileIO):
+    """Takes everything; keeps the first error, and nothing that comes after it."""
+
+    error: OSError | None = None
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        left = memoryview(data).cast("B")
+        size = left.nbytes
+        while left and self.error is None:
+            try:
+                left = left[super().write(left) :]
+            except OSError as exc:
+                self.error = exc
+        return size
 
 
 @contextmanager
@@ -279,6 +326,21 @@ def export_module(
         CheckpointError: The network cannot be run or traced, gives something else than the
             specification says, or the file gives something else than the network.
     """
+    # Behind the checks that every file passes before it runs, and under its final name only then;
+    # before anything that takes long, since there may be no room to write.
+    with _made_aside(path) as candidate:
+        return _export(network, spec, path, candidate, device=device, real_tiles=real_tiles)
+
+
+def _export(
+    network: nn.Module,
+    spec: ModelSpec,
+    path: Path,
+    candidate: Path,
+    *,
+    device: str,
+    real_tiles: torch.Tensor | None,
+) -> ExportReport:
     network = network.eval().to(device)
     batches = [random_inputs(expected_inputs(spec), rows=4)]
     if real_tiles is not None:
@@ -294,21 +356,12 @@ def export_module(
         )
     network.to(_DTYPES[spec.precision])
     program = trace(tile_model(network, spec).to(device), spec, device=device)
-    # Behind the checks that every file passes before it runs, and under its final name only then.
-    folder = beside(path)
-    try:
-        candidate = folder / path.name
-        save(program, spec, candidate)
-        runner = open_runner(candidate, device=device, spec=spec)
-        found = [agreement(w, runner(*batch)) for w, batch in zip(wanted, batches, strict=True)]
-        worst = reduce(Agreement.worst_of, found)
-        if not worst.within(spec.precision):
-            raise CheckpointError(f"{path.name}: not written: {_difference(worst, spec)}")
-        candidate.replace(path)
-    except OSError as exc:
-        raise CheckpointError(f"{path}: cannot be written: {exc}") from exc
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    _write(program, spec, candidate)
+    runner = open_runner(candidate, device=device, spec=spec)
+    found = [agreement(w, runner(*batch)) for w, batch in zip(wanted, batches, strict=True)]
+    worst = reduce(Agreement.worst_of, found)
+    if not worst.within(spec.precision):
+        raise CheckpointError(f"{path.name}: not written: {_difference(worst, spec)}")
     return ExportReport(
         path=path,
         spec=spec,

@@ -203,6 +203,8 @@ def export_source(
         SlideError: The slide cannot be read.
     """
     _check_overrides(overrides)
+    if out is not None and out.is_dir():
+        raise UsageError(f"{out}: is a folder; name the file to write, such as {out / 'model.pt2'}")
     if hub:
         found = from_hub(source, accept_licence=accept_licence, overrides=overrides, tell=tell)
     elif ":" in source and not Path(source).exists():
