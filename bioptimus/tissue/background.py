@@ -22,7 +22,10 @@ SURFACE_RANGE = (0.70, 1.15)
 # The slide is cut in 8 x 8 cells; glass must show in so many of them before a surface is fitted.
 CELLS = 8
 CELLS_WITH_GLASS = 0.35
-# More points fit no better, and BLAS would take threads for their product, which spin afterwards.
+# BLAS takes threads for products of more multiplications than some 260,000, and those spin for
+# 70 ms afterwards, on a core that could read tiles by then.
+ONE_THREAD_PRODUCT = 200_000
+# So many points times 6 x 6 terms; more of them fit no better.
 MOST_POINTS = 5_000
 
 
@@ -60,11 +63,15 @@ class Background:
         u = _positions(size[0])
         v = _positions(size[1])[start:stop]
         powers_of_v = np.stack([np.ones_like(v), v, v * v], axis=1)
+        step = max(1, ONE_THREAD_PRODUCT // (3 * size[0]))
         planes = []
         for channel in range(3):
             c = self.surface[:, channel]
             along_u = np.stack([c[0] + c[1] * u + c[3] * u * u, c[2] + c[4] * u, c[5] + 0 * u])
-            factor = (powers_of_v @ along_u).astype(np.float32, copy=False)
+            factor = np.empty((stop - start, size[0]), np.float32)
+            for row in range(0, len(factor), step):
+                place = slice(row, row + step)
+                np.matmul(powers_of_v[place], along_u, out=factor[place])
             np.clip(factor, *SURFACE_RANGE, out=factor)
             factor *= self.colour[channel]
             planes.append(factor)
