@@ -11,7 +11,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -641,11 +641,21 @@ class _SlideWork:
         self._reading.discard(reading)
         self._unread -= 1
         requests: dict[int, ModelRequest] = {}
-        for row, tile in zip(rows.tolist(), pixels, strict=True):
+        coords, ratios = self.plan.coords[rows].tolist(), self.plan.tissue_ratios[rows].tolist()
+        for row, tile, (x, y), ratio in zip(rows.tolist(), pixels, coords, ratios, strict=True):
             if isinstance(tile, SlideReadError):
                 self._fail(row, "read", tile)
-            else:
-                requests[row] = self._request(row, tile)
+                continue
+            requests[row] = ModelRequest.from_pixels(
+                tile,
+                slide_name=self.job.name,
+                x=x,
+                y=y,
+                tissue_ratio=ratio,
+                patch_idx=row,
+                resolution=self.plan.spec.mpp,
+                bulk_rna=self.bulk_rna,
+            )
         asked = time.perf_counter()
         responses = await self._ask(requests)
         self.report.seconds.wait += (time.perf_counter() - asked) / self._lanes
@@ -665,34 +675,22 @@ class _SlideWork:
         self.report.seconds.read += time.perf_counter() - start
         return block
 
-    def _request(self, row: int, tile: npt.NDArray[np.uint8]) -> ModelRequest:
-        x, y = self.plan.coords[row].tolist()
-        return ModelRequest.from_pixels(
-            tile,
-            slide_name=self.job.name,
-            x=x,
-            y=y,
-            tissue_ratio=float(self.plan.tissue_ratios[row]),
-            patch_idx=row,
-            resolution=self.plan.spec.mpp,
-            bulk_rna=self.bulk_rna,
-        )
-
     async def _ask(self, requests: dict[int, ModelRequest]) -> dict[int, ModelResponse]:
         """Every answer that could be had; a batch that failed is asked once more."""
         answers: dict[int, ModelResponse] = {}
         retried = False
         while requests:
             batch_size = self.client.max_batch_size
-            asked = asyncio.gather(*map(self._call, requests.values()), return_exceptions=True)
             if self._unread == 0:
-                # Behind the calls just scheduled: no more tiles will come, so a part-filled
-                # batch need not wait for them.
+                # Behind the call below, which puts its tiles into the queue at once: no more
+                # will come, so a part-filled batch need not wait for them.
                 asyncio.get_running_loop().call_soon(self.client.flush)
-            results = await asked
+            outcomes = await self.client.answer_many_async(
+                list(requests.values()), self.options.mode
+            )
             again: dict[int, ModelRequest] = {}
             failure: BaseException | None = None
-            for (row, request), result in zip(requests.items(), results, strict=True):
+            for (row, request), result in zip(requests.items(), outcomes, strict=True):
                 if isinstance(result, ModelResponse):
                     answers[row] = result
                 elif isinstance(result, RequestError):
@@ -710,13 +708,6 @@ class _SlideWork:
                 log.warning("%s: %s; asking once more", self.job.name, failure)
             requests = again
         return answers
-
-    def _call(self, request: ModelRequest) -> Awaitable[ModelResponse]:
-        if self.options.mode is InferenceMode.EMBEDDING:
-            return self.client.embed_async(request)
-        if self.options.mode is InferenceMode.PREDICTION:
-            return self.client.predict_async(request)
-        return self.client.predict_with_embedding_async(request)
 
     def _halve_batch(self, failed_size: int, failure: OutOfDeviceMemoryError) -> None:
         """Go on with half the batch that did not fit, for every slide of the run.

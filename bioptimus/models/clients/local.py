@@ -9,7 +9,7 @@ from typing import Any, Self, overload
 
 import orjson
 
-from bioptimus.errors import RequestError, SchedulerClosedError
+from bioptimus.errors import BioptimusError, RequestError, SchedulerClosedError, _ForwardError
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.clients.failures import log_failures
 from bioptimus.models.types import InferenceMode
@@ -217,6 +217,31 @@ class InProcessClient:
         """Prediction and embedding from one forward pass; see :meth:`predict_async`."""
         return await self._answer_soon(body, _BOTH)
 
+    # Several tiles, sharing forward passes with others of the same event loop.
+
+    async def answer_many_async(
+        self, requests: Sequence[ModelRequest], mode: InferenceMode
+    ) -> list[ModelResponse | BioptimusError]:
+        """The answers to several tiles: what the calls one by one would give, for less.
+
+        Unlike in the ``*_batch`` methods, one that fails leaves the others alone, and the tiles
+        are put into passes as room is, together with those of other calls.
+
+        Args:
+            requests: Any number of tiles.
+            mode: What is asked for.
+
+        Returns:
+            In order: the answer, or the error that the call for this tile alone would raise.
+
+        Raises:
+            UsageError: The model cannot answer this mode.
+            SchedulerClosedError: The client was closed before.
+        """
+        if self._dynamic:
+            return await self._scheduler(mode).predict_all(requests)
+        return [await asyncio.to_thread(self._outcome, request, mode) for request in requests]
+
     # Several tiles, in exactly one batch, in the calling thread.
 
     @overload
@@ -350,17 +375,28 @@ class InProcessClient:
         answer: str | ModelResponse = self._answer_all([body], mode)[0]
         return answer
 
+    def _outcome(
+        self, request: ModelRequest, mode: InferenceMode
+    ) -> ModelResponse | BioptimusError:
+        try:
+            answer: ModelResponse = self._answer_all([request], mode)[0]
+        except (RequestError, _ForwardError) as exc:
+            return exc
+        return answer
+
     async def _answer_soon(
         self, body: str | ModelRequest, mode: InferenceMode
     ) -> str | ModelResponse:
         if not self._dynamic:
             return await asyncio.to_thread(self._answer, body, mode)
-        scheduler = self._schedulers.get((asyncio.get_running_loop(), mode))
-        if scheduler is None:
-            scheduler = self._new_scheduler(mode)
+        scheduler = self._scheduler(mode)
         if isinstance(body, ModelRequest):
             return await scheduler.predict(body)
         return (await scheduler.predict(_parsed(body))).to_json()
+
+    def _scheduler(self, mode: InferenceMode) -> BatchScheduler:
+        scheduler = self._schedulers.get((asyncio.get_running_loop(), mode))
+        return scheduler or self._new_scheduler(mode)
 
     def _new_scheduler(self, mode: InferenceMode) -> BatchScheduler:
         loop = asyncio.get_running_loop()
