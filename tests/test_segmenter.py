@@ -1,6 +1,7 @@
 """A tissue model answers for the whole slide, tile by tile, with no seam."""
 
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from bioptimus.errors import TissueError, UsageError
+from bioptimus.errors import OutOfDeviceMemoryError, TissueError, UsageError
 from bioptimus.io.wsi import CoarseImage, Slide
 from bioptimus.models.types import ModelSpec
 from bioptimus.planning import PlanOptions, plan_slide
@@ -56,6 +57,28 @@ def test_tiles_are_put_together_without_seams(module: nn.Module, tmp_path: Path)
     around = cv2.blur(grey, (5, 5), borderType=cv2.BORDER_REFLECT)
     sure = np.abs(around - 178) > 0.01
     assert (found == (around < 178))[sure].all()
+
+
+def test_where_memory_is_short_fewer_tiles_go_through_the_model_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segmenter = open_segmenter(
+        tiny_models.save_module(Shade(178), SPEC, tmp_path / "shade.pt2"), device="cpu"
+    )
+    expected = segmenter(image())
+    model = segmenter._model
+    whole, room = model.forward_batch, 2
+
+    def forward(samples: list[Any], requests: list[Any], mode: str) -> list[Any]:
+        if len(samples) > room:
+            raise OutOfDeviceMemoryError("full")
+        return whole(samples, requests, mode)
+
+    monkeypatch.setattr(model, "forward_batch", forward)
+    assert (segmenter(image()) == expected).all()
+    room = 0
+    with pytest.raises(OutOfDeviceMemoryError):
+        segmenter(image())
 
 
 def test_model_of_another_scale_gets_the_image_at_its_own(tmp_path: Path) -> None:

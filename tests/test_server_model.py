@@ -229,6 +229,8 @@ def test_want_of_memory_is_told_apart_and_says_what_helps() -> None:
     model, _ = fake_model(before=fail)
     with pytest.raises(OutOfDeviceMemoryError, match="with 2 tiles in a batch; a smaller batch"):
         answer(model, [request(1), request(2)])
+    with pytest.raises(OutOfDeviceMemoryError, match="on cpu with a single tile; free memory"):
+        answer(model, [request(1)])
 
 
 def test_really_too_large_an_allocation_is_want_of_memory() -> None:

@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-from bioptimus.errors import TissueError, UsageError
+from bioptimus.errors import OutOfDeviceMemoryError, TissueError, UsageError
 from bioptimus.inference.schemas import ModelRequest
 from bioptimus.models.types import InferenceMode, Models
 from bioptimus.planning import TISSUE_MPP, CoarseImage
@@ -91,7 +91,16 @@ class ModelSegmenter:
         return out[:height, :width]
 
     def _values(self, tiles: list[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.float32]]:
-        """(side, side) values of some tiles."""
+        """(side, side) values of some tiles; in smaller batches where memory is short."""
+        try:
+            return self._pass(tiles)
+        except OutOfDeviceMemoryError:
+            if len(tiles) == 1:
+                raise
+        half = len(tiles) // 2
+        return [*self._values(tiles[:half]), *self._values(tiles[half:])]
+
+    def _pass(self, tiles: list[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.float32]]:
         requests = [
             ModelRequest.from_pixels(np.ascontiguousarray(tile), slide_name="", x=0, y=0)
             for tile in tiles

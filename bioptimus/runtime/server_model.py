@@ -317,9 +317,11 @@ class BaseServerModel:
             release_frames(exc)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
+            what, advice = f"{tiles} tiles in a batch", "a smaller batch may fit"
+            if tiles == 1:
+                what, advice = "a single tile", "free memory there, or use another device"
             return OutOfDeviceMemoryError(
-                f"{self.model_name}: out of memory on {self.device} with {tiles} tiles in a batch; "
-                "a smaller batch may fit"
+                f"{self.model_name}: out of memory on {self.device} with {what}; {advice}"
             )
         if isinstance(exc, _ForwardError):
             return _ForwardError(f"{self.model_name}: {exc}")
