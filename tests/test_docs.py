@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -71,10 +72,15 @@ def test_an_options_variable_is_named_after_its_command_and_itself(
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 
 
+def shell_blocks(page: Path) -> list[str]:
+    text = page.read_text().replace("\\\n", " ")
+    return re.findall(r"^ *```(?:sh|console)?\n(.*?)^ *```", text, re.M | re.S)
+
+
 def command_lines(page: Path) -> list[str]:
     """What a page tells people to type: lines of code and code in sentences."""
     text = page.read_text().replace("\\\n", " ")
-    blocks = re.findall(r"^ *```(?:sh|console)?\n(.*?)^ *```", text, re.M | re.S)
+    blocks = shell_blocks(page)
     prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
     code = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
     code += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
@@ -101,6 +107,16 @@ def test_no_page_tells_of_a_command_or_option_that_does_not_exist(page: Path) ->
             assert title in titles, f"{page.name}: {line}"
             if title in groups and len(words) > 2:
                 assert " ".join(words[:3]) in titles, f"{page.name}: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_that_installs_the_package_installs_what_its_commands_need(page: Path) -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"(?:bioptimus-wsi|pip install '\.)\[([\w,-]+)\]", page.read_text())
+    assert {extra for names in named for extra in names.split(",")} <= set(known)
+    blocks = "".join(shell_blocks(page))
+    if "pip install" in blocks and "bioptimus view" in blocks.partition("pip install")[2]:
+        assert re.search(r"pip install \S*\[view\]", blocks), "pictures need the extra 'view'"
 
 
 def test_every_command_has_a_place_in_the_written_pages() -> None:
