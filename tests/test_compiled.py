@@ -371,17 +371,24 @@ def test_a_model_runs_compiled_where_a_twin_was_made(compiled: Path, portable: P
     assert not isinstance(build_server_model(portable, use_compiled=False)._runner, CompiledRunner)
 
 
-def test_a_damaged_twin_is_passed_over(
-    compiled: Path, portable: Path, caplog: pytest.LogCaptureFixture
+def test_a_damaged_twin_is_passed_over_and_made_again(
+    compiled: Path,
+    portable: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = compiled.read_bytes()
     try:
         compiled.write_bytes(whole[:1000])
         model = build_server_model(portable)
+        assert not isinstance(model._runner, CompiledRunner)
+        assert "truncated" in caplog.text
+        # Compiling does not take it for made already: it goes on as far as the compiler.
+        monkeypatch.setattr(compilation, "_compiler", lambda: None)
+        with pytest.raises(CheckpointError, match="no C"):
+            compile_portable(portable)
     finally:
         compiled.write_bytes(whole)
-    assert not isinstance(model._runner, CompiledRunner)
-    assert "truncated" in caplog.text
 
 
 def test_twins_for_other_processors_have_other_names(

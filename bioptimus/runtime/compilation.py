@@ -74,7 +74,7 @@ def compile_portable(
         source: The portable file.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         isa: ``native``, or ``avx2`` for a file that any AVX2 machine of a cluster can run.
-        again: Compile even if the file is there.
+        again: Compile even if a file is there that is whole.
 
     Returns:
         Path of the compiled file.
@@ -91,7 +91,7 @@ def compile_portable(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"device {device}: torch sees no NVIDIA GPU here; use --device cpu")
     path = compiled_path(info, device=device, isa=isa)
-    if path.exists() and not again:
+    if not again and _is_whole(path):
         return path
     if not _compiler():
         raise CheckpointError(
@@ -110,6 +110,17 @@ def compile_portable(
         shutil.rmtree(folder, ignore_errors=True)
     prune()
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    if not path.exists():
+        return False
+    try:
+        inspect_archive(path)
+    except CheckpointError as exc:
+        log.warning("compiling again: %s", exc)
+        return False
+    return True
 
 
 def _target(device: str, isa: Isa) -> str:
