@@ -38,7 +38,7 @@ from bioptimus.errors import (
     _ForwardError,
     release_frames,
 )
-from bioptimus.inference.layout import digest_of
+from bioptimus.inference.layout import STORED_TYPES, digest_of
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
 from bioptimus.io.resolution import MPP_COLUMN
@@ -88,6 +88,19 @@ class SlideOptions:
     overwrite: bool = False
     gene_column: str | None = None
     value_column: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no file can hold and no slide can satisfy.
+
+        Raises:
+            UsageError: The mode or the stored type is none, or the share of tiles is not one.
+        """
+        if not isinstance(self.mode, InferenceMode):
+            raise UsageError(f"mode {self.mode!r}: must be an InferenceMode")
+        if self.dtype not in STORED_TYPES:
+            raise UsageError(f"dtype {self.dtype}: must be {' or '.join(STORED_TYPES)}")
+        if not 0 <= self.max_failed_tiles <= 1:
+            raise UsageError(f"max failed tiles {self.max_failed_tiles}: must be a share, 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)

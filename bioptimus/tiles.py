@@ -31,9 +31,13 @@ class TileSpec:
         """Refuse sizes that no lattice can have.
 
         Raises:
-            UsageError: A size or scale is not positive and finite, or the overlap reaches
-                the tile size (the lattice would never end).
+            UsageError: A size or scale is not positive and finite, a number of pixels is not
+                whole, or the overlap reaches the tile size (the lattice would never end).
         """
+        if self.size_px != int(self.size_px) or self.overlap_px != int(self.overlap_px):
+            raise UsageError(
+                f"tile size {self.size_px} px, overlap {self.overlap_px} px: must be whole numbers"
+            )
         if self.size_px < 1:
             raise UsageError(f"tile size {self.size_px} px: must be at least 1")
         if not (math.isfinite(self.mpp) and self.mpp > 0):

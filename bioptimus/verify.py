@@ -12,7 +12,7 @@ import numpy.typing as npt
 from bioptimus.batch.inputs import SlideInput, output_path
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.checksums import row_checksums
-from bioptimus.inference.layout import PART_SUFFIX, digest_of
+from bioptimus.inference.layout import PART_SUFFIX, STORED_TYPES, digest_of
 from bioptimus.inference.results import Result, RowsName, open_result
 
 CLAIM_SUFFIX = ".claim"
@@ -222,6 +222,9 @@ def _row_problems(result: Result, *, whole: bool) -> Iterator[str]:
         "predictions": result.prediction_dim,
     }
     names = [name for name, dim in dims.items() if dim]
+    for name in names:
+        if (dtype := result.read(name, 0, 0).dtype) not in STORED_TYPES:
+            yield f"holds {dtype} as {name}, not {' or '.join(STORED_TYPES)}"
     not_finite = dict.fromkeys(names, 0)
     changed: list[int] = []
     for first, last in _stretches(len(result), width=_row_bytes(result), whole=whole):

@@ -1,7 +1,10 @@
 """`embed_slide`: the main job as one call."""
 
 import asyncio
+import math
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,16 @@ import torch
 
 import bioptimus
 from bioptimus.batch import run as batch_run
+from bioptimus.batch.run import RunConfig
 from bioptimus.batch.threads import plan_threads
 from bioptimus.errors import CheckpointError, OutputMismatchError, SlideOpenError, UsageError
 from bioptimus.inference.results import Result
+from bioptimus.io.wsi import OpenOptions
 from bioptimus.pipeline import SlideOptions
 from bioptimus.planning import PlanOptions
 from bioptimus.runtime import build_server_model
 from bioptimus.runtime.runners import available_cores
+from bioptimus.tiles import TileSpec
 from tests.models import fake_model
 from tests.tiny_models import save_tiny
 
@@ -79,6 +85,40 @@ def test_what_contradicts_a_loaded_model_is_refused(example_slide: Path, tmp_pat
     # Its results could not be told from those of another model of that name.
     with pytest.raises(CheckpointError, match="made in memory"):
         bioptimus.embed_slide(example_slide, out=tmp_path, model=fake_model()[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        # Integers would cut every value, without a word.
+        ({"slide": {"dtype": "int8"}}, "dtype int8: must be float32 or float16"),
+        ({"slide": {"dtype": "float64"}}, "dtype float64: must be float32 or float16"),
+        ({"slide": {"dtype": "banana"}}, "dtype banana: must be float32 or float16"),
+        ({"slide": {"max_failed_tiles": -3}}, "max failed tiles -3: must be a share, 0 to 1"),
+        ({"slide": {"max_failed_tiles": math.nan}}, "max failed tiles nan: must be a share"),
+        ({"slide": {"mode": "embedding"}}, "mode 'embedding': must be an InferenceMode"),
+        ({"opening": {"reader": "fast"}}, "reader fast: must be auto or openslide"),
+        ({"opening": {"icc": "SRGB"}}, "icc SRGB: must be none or srgb"),
+        ({"tile": {"overlap_px": 10.5}}, r"overlap 10\.5 px: must be whole numbers"),
+        ({"run": {"batch_size": 0}}, "batch size 0: must be at least 1"),
+        ({"run": {"workers": 0}}, "workers 0: must be at least 1"),
+        ({"run": {"readers": -1}}, "readers -1: must be at least 1"),
+        ({"run": {"threads": 0}}, "threads 0: must be at least 1"),
+        ({"run": {"max_wait_ms": math.nan}}, "max wait nan ms: must be 0 or more"),
+    ],
+)
+def test_options_that_the_command_would_refuse_are_refused(
+    options: dict[str, dict[str, Any]], words: str
+) -> None:
+    ((what, values),) = options.items()
+    kinds: dict[str, Callable[..., object]] = {
+        "slide": SlideOptions,
+        "opening": OpenOptions,
+        "tile": TileSpec,
+        "run": partial(RunConfig, inputs=("a.svs",), out=Path("out")),
+    }
+    with pytest.raises(UsageError, match=words):
+        kinds[what](**values)
 
 
 def test_a_slide_that_cannot_be_read_raises_its_own_error(tmp_path: Path) -> None:

@@ -76,6 +76,16 @@ def set_attribute(name: str, value: object) -> Callable[[Path], None]:
     return damage
 
 
+def widen(dataset: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with h5py.File(path, "r+") as file:
+            values = file[dataset][()].astype(np.float64)
+            del file[dataset]
+            file[dataset] = values
+
+    return damage
+
+
 def lose(dataset: str) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         with h5py.File(path, "r+") as file:
@@ -109,6 +119,8 @@ def set_coords_attribute(name: str, value: object) -> Callable[[Path], None]:
         (set_attribute("mpp_x", 0.0), "says mpp_x is 0.0"),
         (set_attribute("tile_mpp", "0.5"), "says tile_mpp is 0.5"),
         (lose("features"), "has 0 embedding values in mode prediction_with_embedding"),
+        (widen("features"), "holds float64 as features, not float32 or float16"),
+        (widen("predictions"), "holds float64 as predictions, not float32 or float16"),
         (lose("coords"), "lacks the dataset coords"),
         (set_value("features", 5, np.nan), "has 1 rows of features with NaN or Inf"),
         (set_value("predictions", 0, np.inf), "has 1 rows of predictions with NaN or Inf"),

@@ -8,6 +8,7 @@ never waits for one slide to open or end. A slide that fails ends alone.
 import contextlib
 import gc
 import logging
+import math
 import multiprocessing
 import threading
 import time
@@ -116,11 +117,18 @@ class RunConfig:
         """Refuse what no machine can do.
 
         Raises:
-            UsageError: The device is none, or no room is left for staged slides.
+            UsageError: The device is none, a number is too small, or no room is left for staged
+                slides.
         """
         for device in self.devices:
             if device != "auto":
                 check_device_name(device)
+        for what in ("batch_size", "workers", "readers", "threads"):
+            number = getattr(self, what)
+            if number not in (None, "auto") and number < 1:
+                raise UsageError(f"{what.replace('_', ' ')} {number}: must be at least 1")
+        if not 0 <= self.max_wait_ms < math.inf:
+            raise UsageError(f"max wait {self.max_wait_ms} ms: must be 0 or more")
         if not self.stage_gb > 0:
             raise UsageError(f"--stage-gb {self.stage_gb:g}: must be above 0")
 

@@ -30,6 +30,9 @@ WRITER_ATTRIBUTES = frozenset(
 )
 """Root attributes that the writer sets itself."""
 
+STORED_TYPES = ("float32", "float16")
+"""What ``features`` and ``predictions`` may be stored as."""
+
 REQUIRED_DATASETS = ("coords", "tissue_ratios", "failed_tiles")
 """Datasets of every result file, whatever its mode."""
 

@@ -27,6 +27,7 @@ from bioptimus.inference.layout import (
     FORMAT_VERSION,
     PART_SUFFIX,
     ROW_CHECKSUMS,
+    STORED_TYPES,
     WRITER_ATTRIBUTES,
     AttributeValue,
     differences,
@@ -85,6 +86,8 @@ class FilePlan:
             raise OutputError(f"coords are {_kind(self.coords)}, not int64 (N, 2)")
         if self.tissue_ratios.shape != (count,):
             raise OutputError(f"tissue ratios are {_kind(self.tissue_ratios)} for {count} tiles")
+        if self.dtype not in STORED_TYPES:
+            raise OutputError(f"rows of {self.dtype}, not of {' or '.join(STORED_TYPES)}")
         if self.output_names and len(self.output_names) != self.prediction_dim:
             raise OutputError(
                 f"{len(self.output_names)} output names for {self.prediction_dim} values"

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from bioptimus.errors import ResolutionError, SlideReadError
+from bioptimus.errors import ResolutionError, SlideReadError, UsageError
 from bioptimus.io.blocks import Indices, band_rows, blocks_of, most_band_rows
 from bioptimus.io.icc import SrgbTransform
 from bioptimus.io.levels import LevelChoice, choose_level, finer_levels
@@ -46,6 +46,8 @@ from bioptimus.tiles import Tile, TileGrid, TileSpec
 log = logging.getLogger(__name__)
 
 Pixels = npt.NDArray[np.uint8]
+Reader = Literal["auto", "openslide"]
+Icc = Literal["none", "srgb"]
 
 # A single level larger than this makes the coarse picture slow enough to be told.
 _LARGE_PX = 10_000
@@ -75,16 +77,22 @@ class OpenOptions:
     mpp_override: float | None = None
     override_source: str = OVERRIDE
     mpp_fallback: float | None = None
-    reader: Literal["auto", "openslide"] = "auto"
-    icc: Literal["none", "srgb"] = "none"
+    reader: Reader = "auto"
+    icc: Icc = "none"
     allow_upsample: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a scale that no slide can have.
+        """Refuse a scale that no slide can have, and ways of reading that there are not.
 
         Raises:
-            UsageError: The override or the fallback is not plausible.
+            UsageError: The override or the fallback is not plausible, or a word is unknown.
         """
+        for what, word, known in (
+            ("reader", self.reader, get_args(Reader)),
+            ("icc", self.icc, get_args(Icc)),
+        ):
+            if word not in known:
+                raise UsageError(f"{what} {word}: must be {' or '.join(known)}")
         check_mpp_option(self.mpp_override, flag=self.override_source)
         check_mpp_option(self.mpp_fallback, flag="--mpp-fallback")
 
