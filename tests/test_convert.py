@@ -381,6 +381,16 @@ def test_one_bad_file_does_not_stop_the_others(
     assert printed.err.startswith(f"error: {source}/b.h5: cannot be read")
 
 
+def test_an_attribute_with_an_odd_name_is_no_hindrance(tmp_path: Path) -> None:
+    path = make_result(tmp_path / "a.h5")
+    with h5py.File(path, "r+") as file:
+        file.attrs[b"a\xff"] = 1
+    (done,) = convert([path], tmp_path / "out", to="npz")
+    assert done.problem is None
+    with np.load(done.outputs[0]) as arrays:
+        assert json.loads(str(arrays["attributes"]))["a\udcff"] == 1
+
+
 def test_a_result_that_is_converted_is_let_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

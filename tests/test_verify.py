@@ -245,6 +245,9 @@ def test_a_foreign_file_is_found(out: Path) -> None:
     assert problems(out)[0].startswith("tiny/x.h5: was not written by bioptimus")
 
 
+LISTS = "lists of numbers"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
@@ -253,9 +256,11 @@ def test_a_foreign_file_is_found(out: Path) -> None:
         ("row_crc32", np.zeros((11, 2), np.uint32), "holds uint32 (11, 2) as row_crc32; make it"),
         ("failed_tiles", np.zeros(1), "holds float64 (1,) as failed_tiles; make it again"),
         ("output_names", np.zeros(3), "holds float64 (3,) as output_names; make it again"),
+        ("output_names", LISTS, "holds object (3,) as output_names; make it again"),
         ("coords", None, "holds no array as coords; make it again"),
         ("@overlap_px", 300, "says nothing of its tiles (overlap 300 px: must be at least 0 and"),
         ("@overlap_px", "x", "says nothing of its tiles (invalid literal for int()"),
+        ("@digest_parameters", '{"x": "\\ud800"}', "its digest is not that of its parameters"),
         ("@state", "odd", "says its state is odd; make it again"),
         ("@model_spec", "{}", "model description cannot be read"),
     ],
@@ -268,7 +273,12 @@ def test_file_that_another_program_bent_is_one_finding_and_the_others_are_looked
             file.attrs[name[1:]] = value
         else:
             del file[name]
-            file.create_group(name) if value is None else file.create_dataset(name, data=value)
+            if value is None:
+                file.create_group(name)
+            elif value is LISTS:
+                file.create_dataset(name, shape=3, dtype=h5py.vlen_dtype(np.float32))
+            else:
+                file.create_dataset(name, data=value)
     found = verify(out, slides=())
     assert [finding.path for finding in found.findings] == [out / "other" / "a.h5"]
     assert problem in found.findings[0].problem

@@ -107,18 +107,14 @@ class Result:
         self._checked = check
         self._held: h5py.File | None = None
         with self._file() as file:
-            self.attributes: Mapping[str, Any] = {
-                key: _plain(value) for key, value in file.attrs.items()
-            }
+            self.attributes: Mapping[str, Any] = _attributes(file)
             # Foreign files may hold groups, which have no shape.
             self._shapes: Mapping[str, tuple[int, ...]] = {
-                name: getattr(file[name], "shape", ()) for name in file
+                _decoded(name): getattr(file[name], "shape", ()) for name in file
             }
             _check(path, self.attributes, self._shapes)
             _check_datasets(path, file)
-            self.coords_attributes: Mapping[str, Any] = {
-                key: _plain(value) for key, value in file["coords"].attrs.items()
-            }
+            self.coords_attributes: Mapping[str, Any] = _attributes(file["coords"])
 
     def __len__(self) -> int:
         """Number of rows: tiles that were embedded or predicted."""
@@ -623,6 +619,8 @@ def _check_datasets(path: Path, file: h5py.File) -> None:
         fits = len(shape) == axes and found.dtype.kind in kinds
         if name == "coords":
             fits = fits and shape[1] == 2
+        if kinds == "OS":
+            fits = fits and h5py.check_string_dtype(found.dtype) is not None
         if name == "failed_tiles":
             fits = fits and found.dtype.names == ("x", "y", "stage", "reason")
         if not fits:
@@ -636,9 +634,14 @@ def _check_datasets(path: Path, file: h5py.File) -> None:
             )
 
 
-def _decoded(text: bytes) -> str:
+def _decoded(text: Any) -> str:
+    """Text as h5py gives it: names that are no UTF-8, and values, are bytes."""
     # As h5py writes text that is no UTF-8, such as that of odd file names.
-    return text.decode(errors="surrogateescape")
+    return text.decode(errors="surrogateescape") if isinstance(text, bytes) else str(text)
+
+
+def _attributes(object_: h5py.Group | h5py.Dataset) -> dict[str, Any]:
+    return {_decoded(key): _plain(value) for key, value in object_.attrs.items()}
 
 
 def _plain(value: Any) -> Any:
