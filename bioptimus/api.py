@@ -1,20 +1,51 @@
 """The main job as one call, for scripts and notebooks."""
 
+import inspect
+import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from bioptimus.batch.run import RunConfig, list_work, run
 from bioptimus.errors import BioptimusError, SlideError, UsageError
+from bioptimus.io.wsi import OpenOptions
 from bioptimus.models.types import InferenceMode
 from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport
+from bioptimus.planning import PlanOptions
 
 if TYPE_CHECKING:
     from bioptimus.inference.results import Result
     from bioptimus.runtime.server_model import BaseServerModel
 
 
+@contextmanager
+def _python_names_noted() -> Iterator[None]:
+    """Add to an error's notes what the options that it names are called in Python."""
+    try:
+        yield
+    except BioptimusError as exc:
+        known = {
+            name: f"the argument {name}" for name in inspect.signature(embed_slide).parameters
+        } | {
+            field.name: f"{options.__name__}.{field.name}"
+            for options in (SlideOptions, PlanOptions, OpenOptions)
+            for field in fields(options)
+        }
+        named = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z-]*", str(exc)))
+        told = [
+            f"{option} is {known[name]}"
+            for option in named
+            if (name := option[2:].replace("-", "_")) in known
+        ]
+        if told:
+            exc.add_note(f"in Python {', '.join(told)}")
+        raise
+
+
+@_python_names_noted()
 def embed_slide(
     slide: Path | str,
     *,
@@ -22,6 +53,8 @@ def embed_slide(
     model: "str | Path | BaseServerModel" = "lite0",
     checkpoint: Path | str | None = None,
     device: str = "auto",
+    batch_size: int | Literal["auto"] | None = None,
+    bulk_rna: Path | str | None = None,
     predictions: bool = False,
     options: SlideOptions | None = None,
 ) -> "Result":
@@ -38,6 +71,9 @@ def embed_slide(
         model: Registry key, path of a self-describing ``.pt2``, or a model loaded from a file.
         checkpoint: ``.pt2`` for a registry key whose weights are the user's.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; a loaded model stays where it is.
+        batch_size: Most tiles in one forward pass; None: 48 on an accelerator, 16 on a CPU;
+            ``auto`` tries which is the fastest that fits.
+        bulk_rna: Table of TPM values, for a model that reads them.
         predictions: Whether to write the predictions of the same forward pass too.
         options: Scale, tiles, tissue and more; their mode is set by ``predictions``.
 
@@ -46,6 +82,8 @@ def embed_slide(
         SlideError: The slide cannot be read; the message says why and what to do.
         ModelError: The model cannot be loaded or run.
         OutputError: The result cannot be written, or a file from other parameters is there.
+
+    An error that names options of the command has a note with their names in Python.
     """
     mode = InferenceMode.PREDICTION_WITH_EMBEDDING if predictions else InferenceMode.EMBEDDING
     loaded = None if isinstance(model, str | Path) else model
@@ -58,6 +96,8 @@ def embed_slide(
         model=str(model),
         checkpoint=None if checkpoint is None else Path(checkpoint),
         device=device,
+        batch_size=batch_size,
+        bulk_rna=None if bulk_rna is None else Path(bulk_rna),
         slide=replace(options or SlideOptions(), mode=mode),
         command=("embed_slide", str(slide)),
     )

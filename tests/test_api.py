@@ -43,8 +43,12 @@ def test_one_call_embeds_a_slide_inside_a_running_loop(example_slide: Path, tmp_
     np.testing.assert_array_equal(again.features, result.features)
 
     other = SlideOptions(plan=PlanOptions(min_tissue=0.9))
-    with pytest.raises(OutputMismatchError, match=r"min tissue is 0\.5 there, 0\.9 now"):
+    with pytest.raises(OutputMismatchError, match=r"min tissue is 0\.5 there, 0\.9 now") as caught:
         bioptimus.embed_slide(example_slide, out=tmp_path, predictions=True, options=other)
+    assert "pass --overwrite or another --out" in str(caught.value)
+    assert caught.value.__notes__ == [
+        "in Python --overwrite is SlideOptions.overwrite, --out is the argument out"
+    ]
 
 
 def test_a_loaded_model_serves_slide_after_slide(

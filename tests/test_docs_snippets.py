@@ -3,13 +3,20 @@
 import re
 import shutil
 import textwrap
+from collections.abc import Sized
+from dataclasses import fields
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from bioptimus import embed_slide
+from bioptimus.io.wsi import OpenOptions
+from bioptimus.pipeline import SlideOptions
+from bioptimus.planning import PlanOptions
 from tests.conftest import ROOT
+from tests.result_files import make_result
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 SLIDES = ("slide.svs", "CMU-1-Small-Region.svs")
@@ -27,6 +34,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in SLIDES:
         shutil.copy(ROOT / "examples" / "CMU-1-Small-Region.svs", folder / name)
         embed_slide(folder / name, out=folder / "embeddings", predictions=True)
+    # One without tissue, as every cohort has: what reads a folder must not trip over it.
+    make_result(folder / "embeddings" / "lite0" / "blank.h5", rows=0)
     return folder
 
 
@@ -41,6 +50,25 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(
     names: dict[str, object] = {"pixels": np.zeros((224, 224, 3), np.uint8)}
     for snippet in snippets(page):
         exec(snippet, names)
+    # A run tells of a slide that failed, and raises nothing.
+    assert not getattr(names.get("done"), "failed", 0)
+
+
+def test_slides_without_tissue_are_no_bags(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    names: dict[str, object] = {}
+    (snippet,) = (each for each in snippets(ROOT / "docs" / "python.md") if "class Bags" in each)
+    exec(snippet, names)
+    assert len(cast("Sized", names["bags"])) == len(SLIDES)
+
+
+def test_the_page_names_every_option_that_python_has() -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    for options in (SlideOptions, PlanOptions, OpenOptions):
+        for field in fields(options):
+            # Not typed by a user: the mode is the command, the source of the scale its option.
+            if field.name not in ("mode", "opening", "plan", "override_source"):
+                assert f"`--{field.name.replace('_', '-')}`" in page
 
 
 def test_the_pages_hold_python_at_all() -> None:
