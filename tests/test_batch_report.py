@@ -1,5 +1,6 @@
 """The run's report keeps every line it took, whatever the disk does in between."""
 
+import json
 import resource
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -26,10 +27,17 @@ def room(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def run_file(out: Path, *, model: str = "m") -> RunFile:
-    slides = ["a.svs", "b.svs", "c.svs"]
+def run_file(
+    out: Path, *, model: str = "m", parameters: dict[str, object] | None = None
+) -> RunFile:
     return RunFile(
-        out, command=(), model=model, parameters={}, inputs=slides, skipped=(), versions={}
+        out,
+        command=(),
+        model=model,
+        parameters=parameters or {},
+        inputs=["a.svs", "b.svs", "c.svs"],
+        skipped=(),
+        versions={},
     )
 
 
@@ -89,6 +97,45 @@ def test_slide_is_the_same_however_a_run_named_it(
         run.add(SlideReport(slide="a.svs", state="failed"))
     summary = read_runs(tmp_path)
     assert sorted(each["state"] for each in summary.slides.values()) == ["failed", "ok"]
+
+
+def test_slide_is_the_same_through_a_link_to_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "link")  # of which the shell's $PWD tells, and not the system
+    named: list[tuple[str, SlideState]] = [
+        ("a.svs", "failed"), ("b.svs", "ok"), ("c.svs", "failed"),
+        (f"{tmp_path}/link/a.svs", "ok"), (f"{tmp_path}/real/c.svs", "ok"),
+    ]  # fmt: skip
+    for slide, state in named:
+        with closing(run_file(tmp_path)) as run:
+            run.add(SlideReport(slide=slide, state=state))
+    summary = read_runs(tmp_path)
+    assert [each["state"] for each in summary.slides.values()] == ["ok", "ok", "ok"]
+    assert not summary.missing
+    assert [entry.state for entry in collect(tmp_path).slides] == ["ok", "ok", "ok"]
+
+
+@pytest.mark.parametrize("out", ["ri", "results/ri"])
+def test_slide_that_an_earlier_version_named_from_its_folder_is_the_same(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with closing(run_file(Path(out), parameters={"out": out})) as run:
+        run.add(SlideReport(slide="a.svs", state="failed"))
+    lines = run.path.read_text().splitlines()
+    begin = json.loads(lines[0])
+    del begin["folder"]
+    run.path.write_text("\n".join([json.dumps(begin), *lines[1:]]))
+    monkeypatch.chdir("/")
+    with closing(run_file(tmp_path / out)) as run:
+        for name in ("a", "b", "c"):
+            run.add(SlideReport(slide=f"{tmp_path}/{name}.svs", state="ok"))
+    summary = read_runs(tmp_path / out)
+    assert [each["state"] for each in summary.slides.values()] == ["ok", "ok", "ok"]
+    assert summary.missing == ["a.svs", "b.svs", "c.svs"], "those of the second run, in /"
 
 
 def test_slide_that_one_model_did_is_not_done_by_another(

@@ -103,18 +103,41 @@ def _preference(report: SlideReport) -> int:
     return rank(report.state, report.seconds.total)
 
 
-def account_key(run: Mapping[str, Any], slide: str) -> tuple[str, str]:
-    """The slide and the model that an account is of, however the command named them.
+class AccountKeys:
+    """Which slide and model the accounts in a folder are of, however the commands named them."""
 
-    Args:
-        run: First line of the run's file.
-        slide: As the run named it, perhaps relative to its working folder.
-    """
-    folder, parameters = run.get("folder"), run.get("parameters")
-    path = os.path.normpath(os.path.join(folder, slide)) if isinstance(folder, str) else slide
-    # Files of earlier versions tell the option alone, which may be a path.
-    option = parameters.get("model", "") if isinstance(parameters, Mapping) else ""
-    return path, str(run.get("model") or PurePath(str(option)).stem)
+    def __init__(self, out: Path) -> None:
+        """Read the run files of an output folder."""
+        self._out = out.absolute()
+        self._real_folders: dict[str, str] = {}
+
+    def of(self, run: Mapping[str, Any], slide: str) -> tuple[str, str]:
+        """The slide, as an absolute path without links to folders, and the model's name.
+
+        Args:
+            run: First line of the run's file.
+            slide: As the run named it, perhaps relative to its working folder.
+        """
+        parameters = run.get("parameters")
+        if not isinstance(parameters, Mapping):
+            parameters = {}
+        folder, name = os.path.split(os.path.join(self._folder(run, parameters), slide))
+        if os.path.isabs(folder):
+            if folder not in self._real_folders:
+                self._real_folders[folder] = os.path.realpath(folder)
+            folder = self._real_folders[folder]
+        # Files of earlier versions tell the option alone, which may be a path.
+        model = run.get("model") or PurePath(str(parameters.get("model", ""))).stem
+        return os.path.join(folder, name), str(model)
+
+    def _folder(self, run: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+        """Where the run was started; empty if that is not known."""
+        if isinstance(folder := run.get("folder"), str):
+            return folder
+        # Files of earlier versions do not tell it: from there, --out led here.
+        given, here = PurePath(str(parameters.get("out", ""))).parts, self._out.parts
+        led_here = given and given == here[-len(given) :]
+        return str(Path(*here[: -len(given)])) if led_here and given != here else ""
 
 
 class RunFile:
@@ -284,7 +307,7 @@ def read_runs(out: Path) -> RunsSummary:
     paths = sorted((out / RUNS_FOLDER).glob("*.json"))
     if not paths:
         raise OutputError(f"{out}: no {RUNS_FOLDER}/*.json here; is this an --out folder?")
-    accounts = _Accounts()
+    accounts = _Accounts(AccountKeys(out))
     for path in paths:
         run: dict[str, Any] = {}
         for line in path.read_bytes().splitlines():
@@ -317,7 +340,8 @@ def _is_record(found: object) -> bool:
 class _Accounts:
     """What the runs say, by slide and model."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: AccountKeys) -> None:
+        self._keys = keys
         self._best: dict[tuple[str, str], dict[str, Any]] = {}
         self._planned: dict[tuple[str, str], str] = {}
         self._held: set[tuple[str, str]] = set()
@@ -330,10 +354,10 @@ class _Accounts:
         if kind == "run":
             self._runs.append(record)
         elif kind == "inputs":
-            self._planned.update((account_key(run, slide), slide) for slide in record["slides"])
+            self._planned.update((self._keys.of(run, slide), slide) for slide in record["slides"])
             self._skipped.update((each["path"], each["reason"]) for each in record["skipped"])
         elif kind == "slide":
-            key = account_key(run, record["slide"])
+            key = self._keys.of(run, record["slide"])
             if is_left_to_another_job(record["state"], record["output"]):
                 self._held.add(key)
                 return

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bioptimus.batch.report import NO_ACCOUNT, account_key, rank
+from bioptimus.batch.report import NO_ACCOUNT, AccountKeys, rank
 from bioptimus.errors import BioptimusError
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def collect(out: Path) -> RunData:
     A file without a report is listed all the same, a report whose file has gone says so, and
     so does an input that no run accounts for.
     """
-    reports = _Reports()
+    reports = _Reports(AccountKeys(out))
     for path in sorted((out / "runs").glob("*.json")):
         reports.read(path, out)
     slides = reports.slides()
@@ -147,7 +147,8 @@ def collect(out: Path) -> RunData:
 class _Reports:
     """Sums up run files: one account of each slide and model."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: AccountKeys) -> None:
+        self._keys = keys
         self.runs: list[RunEntry] = []
         self.skipped: dict[str, str] = {}
         self._best: dict[tuple[str, str], SlideEntry] = {}
@@ -163,12 +164,12 @@ class _Reports:
             if isinstance(record.get("slides"), list):
                 for slide in record["slides"]:
                     entry = SlideEntry(slide=str(slide), state="missing", reason=_UNREACHED)
-                    self._add(account_key(run, entry.slide), entry)
+                    self._add(self._keys.of(run, entry.slide), entry)
                 for item in record.get("skipped") or []:
                     self.skipped[str(item["path"])] = str(item["reason"])
             elif "slide" in record:
                 entry = _entry(out, record, run=path.stem)
-                self._add(account_key(run, entry.slide), entry)
+                self._add(self._keys.of(run, entry.slide), entry)
             elif "run" in record:
                 run = record
                 self.runs.append(_run(record))
