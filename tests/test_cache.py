@@ -4,6 +4,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -228,6 +229,18 @@ def test_unpacking_a_model_removes_old_ones_and_keeps_itself(tmp_path: Path) -> 
     assert not old.exists()
     idle(folder, 100)
     assert prune() == []
+
+
+def test_another_folder_than_the_one_asked_for_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BIOPTIMUS_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for kind in ("models", "checksums", "checksums"):
+        assert cache_folder(kind).parent.parent == tmp_path
+    (said,) = caplog.messages
+    assert said.startswith(f"cache folder {tmp_path / 'file' / 'cache'}: Not a directory; using ")
 
 
 @pytest.mark.parametrize("text", ["a lot", "-1", "nan"])

@@ -7,12 +7,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from bioptimus.batch import run as batch_run
 from bioptimus.errors import CheckpointError, UsageError
 from bioptimus.runtime import archive
 from bioptimus.runtime.archive import file_sha256
-from bioptimus.runtime.loader import build_server_model, resolve_model
+from bioptimus.runtime.loader import build_server_model, resolve_model, wanted_device
 from bioptimus.runtime.segmenter import open_segmenter
 from bioptimus.runtime.server_model import BaseServerModel, BulkRNAServerModel, MaskServerModel
 from tests.killed_runs import Silent
@@ -111,6 +112,15 @@ def test_one_load_looks_at_the_file_once(
     config = batch_run.RunConfig(inputs=(str(example_slide),), out=tmp_path / "out")
     (report,) = batch_run.run(config, listener=Silent(), stop=Silent()).reports
     assert (report.state, looked_at) == ("ok", [name])
+
+
+def test_the_current_gpu_is_taken_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker thread's current GPU is the first, whatever the one that loaded the model."""
+    assert wanted_device("auto") == ("cuda:0" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    given = ("auto", "cuda", "cuda:0", "cpu")
+    assert [wanted_device(device) for device in given] == ["cuda:1", "cuda:1", "cuda:0", "cpu"]
 
 
 def prepared(**given: str) -> list[str]:

@@ -18,6 +18,7 @@ from bioptimus.runtime.runners import (
     forward_error,
     lacks_memory,
     open_runner,
+    require_device,
 )
 from bioptimus.tiles import TileSpec
 from tests.models import fake_model, request
@@ -155,6 +156,10 @@ def test_a_failing_pass_is_a_forward_error_and_the_next_one_runs(runner: Runner)
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+        ),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
         RuntimeError("not enough memory: you tried to allocate 9 bytes"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
         MemoryError(),
@@ -270,3 +275,14 @@ def test_a_device_that_is_not_there_is_a_usage_error(tmp_path: Path, device: str
     path = save_tiny(tmp_path / "tiny.pt2")
     with pytest.raises(UsageError, match=device):
         open_runner(path, device=device, spec=TINY)
+
+
+def test_a_gpu_is_told_by_its_number_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    require_device("cuda")
+    require_device("cuda:1")
+    # torch takes the first for cuda:0, and the second for no device at all.
+    for device in ("cuda:256", "cuda:99999999999", "cuda:2"):
+        with pytest.raises(UsageError, match=f"{device}: there are 2 GPUs here"):
+            require_device(device)

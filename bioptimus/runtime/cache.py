@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import secrets
@@ -53,7 +54,7 @@ def cache_folder(kind: str) -> Path:
     except OSError as exc:
         reason = exc.strerror or str(exc)
     own = Path(tempfile.gettempdir()) / f"bioptimus-{os.getuid()}"
-    log.warning("cache folder %s: %s; using %s (set BIOPTIMUS_CACHE)", wanted, reason, own)
+    _tell_of_another(wanted.parent, own, reason)
     try:
         own.mkdir(mode=0o700, exist_ok=True)
         status = own.lstat()
@@ -66,6 +67,11 @@ def cache_folder(kind: str) -> Path:
             f"cannot make a cache folder: {exc.strerror}; set BIOPTIMUS_CACHE"
         ) from exc
     return own / kind
+
+
+@functools.cache  # a run asks for the cache for each slide
+def _tell_of_another(wanted: Path, own: Path, reason: str) -> None:
+    log.warning("cache folder %s: %s; using %s (set BIOPTIMUS_CACHE)", wanted, reason, own)
 
 
 def _wanted_root() -> Path:

@@ -212,12 +212,18 @@ def _compiled_twin(choice: ModelChoice, info: ArchiveInfo, device: str) -> Runne
 
 
 def wanted_device(device: str) -> str:
-    """``auto`` → ``cuda`` where torch sees a GPU, else ``cpu``; anything else unchanged."""
-    if device != "auto":
+    """``auto`` and ``cuda`` → the current GPU by its number; others unchanged.
+
+    By its number, since each thread has a current one of its own. Without a GPU ``auto`` is
+    ``cpu``.
+    """
+    if device not in ("auto", "cuda"):
         return device
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu" if device == "auto" else device
+    return f"cuda:{torch.cuda.current_device()}"
 
 
 def check_pin(path: Path, sha256: str | None) -> None:

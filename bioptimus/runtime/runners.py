@@ -250,8 +250,10 @@ _OUT_OF_MEMORY = (
     "can't allocate memory",
     "cannot allocate memory",
     "not enough memory",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
+    "status_alloc_failed",
+    "device_allocation_failed",
+    # What a card without room for cuBLAS's own memory makes of the first multiplication.
+    "when calling `cublascreate",
 )
 
 
@@ -412,7 +414,8 @@ def require_device(device: str) -> None:
     if not torch.cuda.is_available():
         raise UsageError(f"device {device}: torch sees no NVIDIA GPU here; use --device cpu")
     count = torch.cuda.device_count()
-    if (torch.device(device).index or 0) >= count:
+    # Not torch's own reading, which takes 256 for 0.
+    if int(device.partition(":")[2] or 0) >= count:
         there = "is 1 GPU" if count == 1 else f"are {count} GPUs"
         raise UsageError(f"device {device}: there {there} here, counted from 0")
 
