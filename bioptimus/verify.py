@@ -26,11 +26,11 @@ _BLOCK_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is not as it should be.
+    """Something about a file that is not as it should be, or that one should know.
 
     Attributes:
         path: The file.
-        problem: What is wrong with it.
+        problem: What is wrong with it, or to know of it.
     """
 
     path: Path
@@ -45,6 +45,8 @@ class Verification:
         files: Number of result files looked at.
         rows: Rows in them.
         findings: Everything that is wrong, by path.
+        notes: What is right and good to know: a slide that stands there under several names, as
+            cohorts often hold one.
         sampled: Number of files of which only the first and last :data:`SAMPLED_ROWS` rows were
             read.
     """
@@ -52,6 +54,7 @@ class Verification:
     files: int
     rows: int
     findings: tuple[Finding, ...]
+    notes: tuple[Finding, ...] = ()
     sampled: int = 0
 
 
@@ -95,13 +98,18 @@ def verify(
                 sampled += not whole and len(result) > 2 * SAMPLED_ROWS
                 results[path] = result
             findings += [Finding(path=path, problem=problem) for problem in problems]
-    findings += _repeated(results)
     if slides is not None:
         findings += _against(out, slides, results, {finding.path for finding in findings})
     elif not files and not findings:
         raise OutputError(f"{out}: holds no result files (*.h5); is this an --out folder?")
     findings.sort(key=lambda finding: finding.path)
-    return Verification(files=files, rows=rows, findings=tuple(findings), sampled=sampled)
+    return Verification(
+        files=files,
+        rows=rows,
+        findings=tuple(findings),
+        notes=tuple(_repeated(results)),
+        sampled=sampled,
+    )
 
 
 def _leftover(path: Path) -> str | None:

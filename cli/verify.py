@@ -30,29 +30,41 @@ def verify(
             help="Read every row also of files above 50 MB, not only the 256 at either end.",
         ),
     ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", envvar="BIOPTIMUS_VERIFY_JSON", help="One JSON object on stdout."),
+    ] = False,
 ) -> None:
     """Check every result file: structure, counts, checksums, leftovers, and what is missing.
 
-    Finds values that changed since they were written, facts that contradict each other, and
-    results of one slide that stand there twice. Prints one line for each finding and exits with 1
-    if there is any.
+    Finds values that changed since they were written, and facts that contradict each other.
+    Prints one line for each finding and exits with 1 if there is any. Slides that stand there
+    twice are told as notes, which change no exit code.
     """
+    import json
+    from dataclasses import asdict
+
     from bioptimus.batch.inputs import find_inputs
     from bioptimus.verify import SAMPLED_ROWS
     from bioptimus.verify import verify as check
 
     wanted = find_inputs(slides, exclude=[out]).slides if slides else None
     found = check(out, slides=wanted, deep=deep)
-    for finding in found.findings:
-        say(f"{finding.path}: {finding.problem}")
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2, default=str))
+    else:
+        for finding in found.findings:
+            say(f"{finding.path}: {finding.problem}")
+        for note in found.notes:
+            say(f"note: {note.path}: {note.problem}")
     counts = (
         counted(found.files, "file"),
         counted(found.rows, "tile"),
         counted(len(found.findings), "finding"),
     )
-    rest = ""
+    rest = f", {counted(len(found.notes), 'note')}" if found.notes else ""
     if found.sampled:
-        rest = (
+        rest += (
             f"; of {counted(found.sampled, 'large file')} only the first and last {SAMPLED_ROWS} "
             "rows were read, --deep reads all"
         )

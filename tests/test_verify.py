@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,22 +204,35 @@ def test_what_verify_says_of_a_file_does_not_send_to_verify(tmp_path: Path) -> N
         assert line.endswith("it is damaged or not a result file; move it away and make it again")
 
 
+def notes(out: Path) -> list[str]:
+    return [f"{note.path.relative_to(out)}: {note.problem}" for note in verify(out).notes]
+
+
 def test_a_renamed_copy_is_found_as_such(tmp_path: Path) -> None:
     path = make_result(tmp_path / "tiny" / "a.h5")
     (tmp_path / "tiny" / "b.h5").write_bytes(path.read_bytes())
-    assert problems(tmp_path) == [
-        "tiny/b.h5: says name of coords is a, the file's name b",
-        f"tiny/b.h5: holds the same slide and model as {path}",
-    ]
+    assert problems(tmp_path) == ["tiny/b.h5: says name of coords is a, the file's name b"]
+    assert notes(tmp_path) == [f"tiny/b.h5: holds the same slide and model as {path}"]
 
 
-def test_two_results_of_one_slide_and_model_in_one_folder_are_found(tmp_path: Path) -> None:
+def test_a_slide_that_a_cohort_holds_twice_is_a_note_and_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, rows in (("a", 12), ("b", 15)):
         make_result(
             tmp_path / f"{name}.h5", rows=rows, attributes={"slide_quickhash": "same"},
             digest=digest_of({"rows": rows}), digest_parameters={"rows": rows},
         )  # fmt: skip
-    assert problems(tmp_path) == [f"b.h5: holds the same slide and model as {tmp_path / 'a.h5'}"]
+    fact = f"holds the same slide and model as {tmp_path}/a.h5"
+    assert main(["verify", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"note: {tmp_path}/b.h5: {fact}\n"
+    assert shown.err == "2 files, 25 tiles, 0 findings, 1 note\n"
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "files": 2, "rows": 25, "findings": [], "sampled": 0,
+        "notes": [{"path": f"{tmp_path}/b.h5", "problem": fact}],
+    }  # fmt: skip
 
 
 def test_results_of_one_slide_by_other_parameters_may_stand_in_other_folders(
@@ -229,7 +243,7 @@ def test_results_of_one_slide_by_other_parameters_may_stand_in_other_folders(
             tmp_path / name / "a.h5",
             digest=digest_of({"tiles": name}), digest_parameters={"tiles": name},
         )  # fmt: skip
-    assert problems(tmp_path) == []
+    assert problems(tmp_path) == notes(tmp_path) == []
 
 
 def test_one_file_can_be_checked_alone(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
