@@ -374,6 +374,8 @@ def test_output_folder_is_neither_searched_nor_listed(tmp_path: Path) -> None:
     touch(tmp_path / "x.svs", tmp_path / "embeddings" / "lite0" / "x.h5")
     inputs = find_inputs([tmp_path], exclude=[tmp_path / "embeddings"])
     assert (names(inputs), inputs.skipped) == (["x.svs"], ())
+    with pytest.raises(UsageError, match="results go to this very folder, so it is not searched"):
+        find_inputs([tmp_path], exclude=[tmp_path / "embeddings" / ".."])
 
 
 def test_unlistable_folder_below_is_a_failing_input(

@@ -154,6 +154,26 @@ def test_slide_that_one_model_did_is_not_done_by_another(
     ]
 
 
+def test_result_that_has_gone_is_no_done_slide_and_one_that_moved_with_its_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with closing(run_file(Path("out"))) as run:
+        for name in "abc":
+            output = Path("out", "m", f"{name}.h5")
+            output.parent.mkdir(exist_ok=True)
+            output.touch()
+            run.add(SlideReport(slide=f"{name}.svs", state="ok", output=str(output)))
+    assert {each["state"] for each in read_runs(Path("out")).slides.values()} == {"ok"}
+    moved = Path("out").rename("moved").absolute()
+    monkeypatch.chdir("/")
+    assert {each["state"] for each in read_runs(moved).slides.values()} == {"ok"}
+    (moved / "m" / "b.h5").unlink()
+    found = [(each["state"], each["reason"]) for each in read_runs(moved).slides.values()]
+    assert found == [("ok", ""), ("failed", "the result file is not there any more"), ("ok", "")]
+    assert main(["report", str(moved)]) == 1
+
+
 def test_slide_that_failed_on_one_device_is_not_called_stopped_for_the_other() -> None:
     job = SlideJob(path=Path("a.svs"), output=Path("a.h5"), name="a.svs")
     for reports in ((FAILED, NOT_STARTED), (NOT_STARTED, FAILED)):

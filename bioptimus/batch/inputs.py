@@ -278,6 +278,11 @@ class _Finder:
             os.scandir(folder).close()
         except OSError as exc:
             raise UsageError(f"{folder}: this folder cannot be listed: {exc.strerror}") from exc
+        if self._real_folder(folder) in self._excluded:
+            raise UsageError(
+                f"{folder}: results go to this very folder, so it is not searched for slides; "
+                f"choose another one for them, such as {folder / 'results'}"
+            )
         self._walk(folder, PurePath(), row)
         if self._met == met:
             raise UsageError(

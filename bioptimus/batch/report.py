@@ -33,6 +33,7 @@ RUNS_FOLDER = "runs"
 _RANKS: dict[str, int] = {"ok": 0, "empty": 1, "skipped": 2, "stopped": 3, "failed": 3}
 _NOT_BEGUN = 4
 NO_ACCOUNT = 5
+GONE = "the result file is not there any more"
 
 
 def slide_record(report: SlideReport) -> dict[str, Any]:
@@ -295,6 +296,22 @@ class RunsSummary:
     models: list[str] = field(default_factory=list)
 
 
+def located(out: Path, output: str) -> Path:
+    """Where a reported result file is: as reported, or at the same place below a folder that moved.
+
+    Returns:
+        The path as reported where it is at neither.
+    """
+    path = Path(output)
+    if path.exists():
+        return path
+    for start in range(1, len(path.parts)):
+        moved = out.joinpath(*path.parts[start:])
+        if moved.exists():
+            return moved
+    return path
+
+
 def read_runs(out: Path) -> RunsSummary:
     """Sum up every run file below an output folder.
 
@@ -307,7 +324,7 @@ def read_runs(out: Path) -> RunsSummary:
     paths = sorted((out / RUNS_FOLDER).glob("*.json"))
     if not paths:
         raise OutputError(f"{out}: no {RUNS_FOLDER}/*.json here; is this an --out folder?")
-    accounts = _Accounts(AccountKeys(out))
+    accounts = _Accounts(out)
     for path in paths:
         run: dict[str, Any] = {}
         for line in path.read_bytes().splitlines():
@@ -340,8 +357,9 @@ def _is_record(found: object) -> bool:
 class _Accounts:
     """What the runs say, by slide and model."""
 
-    def __init__(self, keys: AccountKeys) -> None:
-        self._keys = keys
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._keys = AccountKeys(out)
         self._best: dict[tuple[str, str], dict[str, Any]] = {}
         self._planned: dict[tuple[str, str], str] = {}
         self._held: set[tuple[str, str]] = set()
@@ -365,6 +383,12 @@ class _Accounts:
             if before is None or _rank(record) <= _rank(before):
                 self._best[key] = record
 
+    def _checked(self, record: dict[str, Any]) -> dict[str, Any]:
+        output = record["output"]
+        if not output or located(self._out, output).exists():
+            return record
+        return {**record, "state": "failed", "reason": GONE}
+
     def summary(self) -> RunsSummary:
         """All of it."""
         models = sorted({model for _, model in (*self._best, *self._planned)})
@@ -378,7 +402,10 @@ class _Accounts:
             if key not in self._best
         }
         return RunsSummary(
-            slides={named(*key): {**record, "model": key[1]} for key, record in self._best.items()},
+            slides={
+                named(*key): {**self._checked(record), "model": key[1]}
+                for key, record in self._best.items()
+            },
             missing=list(missing.values()),
             held=[slide for key, slide in missing.items() if key in self._held],
             skipped=self._skipped,

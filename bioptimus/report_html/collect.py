@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bioptimus.batch.report import NO_ACCOUNT, AccountKeys, rank
+from bioptimus.batch.report import GONE, NO_ACCOUNT, AccountKeys, located, rank
 from bioptimus.errors import BioptimusError
 
 logger = logging.getLogger(__name__)
@@ -238,26 +238,13 @@ def _entry(out: Path, record: Mapping[str, Any], *, run: str) -> SlideEntry:
             if isinstance(value, int | float)
         },
         tiles_per_second=_first_number(record.get("tiles_per_second")),
-        output=_located(out, str(output)) if output else None,
+        output=located(out, str(output)) if output else None,
         host=str(record.get("host") or ""),
         job=str(record.get("job") or ""),
         run=run,
         versions=_mapping(record.get("versions")),
         warnings=tuple(map(str, record.get("warnings") or ())),
     )
-
-
-def _located(out: Path, output: str) -> Path:
-    """The result file: as reported, or at the same place below a folder that was moved."""
-    path = Path(output)
-    if path.exists():
-        return path
-    parts = path.parts
-    for start in range(1, len(parts)):
-        moved = out.joinpath(*parts[start:])
-        if moved.exists():
-            return moved
-    return path
 
 
 def _read_file(path: Path) -> SlideEntry:
@@ -327,7 +314,7 @@ def _or(first: Any, second: Any) -> Any:
 
 def _checked(entry: SlideEntry) -> SlideEntry:
     if entry.state in ("ok", "empty", "skipped") and entry.output and not entry.output.exists():
-        return replace(entry, state="failed", reason="the result file is not there any more")
+        return replace(entry, state="failed", reason=GONE)
     return entry
 
 
