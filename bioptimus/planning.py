@@ -4,6 +4,7 @@ Works on anything that has the few properties of :class:`PlannableSlide`, so a t
 plan a slide that is no file.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -181,7 +182,7 @@ def require_tissue_file(tissue: str) -> None:
     Raises:
         UsageError: There is no such file.
     """
-    if tissue in ("auto", "none") or Path(tissue).is_file():
+    if tissue in ("auto", "none") or os.path.isfile(tissue):
         return
     kind = "tissue model" if is_tissue_model(tissue) else "mask"
     raise UsageError(f"--tissue {tissue}: no such {kind}; give auto, none, or the path of a file")

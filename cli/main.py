@@ -1,5 +1,6 @@
 """The ``bioptimus`` command: one Typer app, one place that turns errors into exit codes."""
 
+import errno
 import logging
 import os
 import sys
@@ -106,6 +107,12 @@ def main(arguments: list[str] | None = None) -> int:
         code = EXIT_USAGE if isinstance(exc, UsageError) else EXIT_FAILED
         notes = getattr(exc, "__notes__", [])
         _print_error("; ".join([str(exc), *notes]), code, as_json=as_json)
+    except OSError as exc:
+        # A name that no file can have: typed, or left by a variable that holds something else.
+        if exc.errno != errno.ENAMETOOLONG:
+            raise
+        code = EXIT_USAGE
+        _print_error(f"{exc.filename}: {exc.strerror}; check the path", code, as_json=as_json)
     except Exception as exc:
         # Typer's own usage errors have a text of their own; anything else is a bug and keeps
         # its traceback.

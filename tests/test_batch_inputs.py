@@ -141,6 +141,50 @@ def test_missing_named_path_is_a_failing_slide_and_not_the_end_of_the_run(tmp_pa
     assert "convert it to OME-TIFF" in (problems[3] or "")
 
 
+@pytest.mark.parametrize("name", ["a\0b.svs", "n" * 300 + ".svs", "n" * 300 + ".mrxs"])
+@pytest.mark.parametrize("column", [True, False])
+def test_line_that_names_no_possible_file_is_a_failing_slide_and_the_others_run(
+    name: str, column: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path / "good.svs")
+    monkeypatch.chdir(tmp_path)
+    text = f"slide\n{name}\ngood.svs\n" if column else f"{name}\ngood.svs\n"
+    Path("l.csv").write_text(text)
+    found = find_inputs(["l.csv"]) if column else find_inputs(["-"], stdin=io.StringIO(text))
+    bad, good = found.slides
+    assert good.problem is None
+    assert bad.problem in (
+        "its path holds a NUL byte; correct the list",
+        "its name is too long for any file; check the path",
+    )
+    assert (bad.size(), good.size()) == (0, 1)
+    write_list(Path("frozen.csv"), found.slides)
+    assert [s.problem for s in find_inputs(["frozen.csv"]).slides] == [bad.problem, None]
+
+
+def test_name_that_is_no_utf8_passes_through_a_frozen_list(tmp_path: Path) -> None:
+    name = os.fsdecode(b"a\xff.svs")
+    touch(tmp_path / name)
+    (slide,) = find_inputs([tmp_path]).slides
+    write_list(tmp_path / "frozen.csv", [slide])
+    (again,) = find_inputs([tmp_path / "frozen.csv"]).slides
+    assert (again.path.name, again.problem) == (name, slide.problem)
+    assert "not in UTF-8" in (slide.problem or "")
+
+
+def test_paths_that_end_in_nul_are_taken_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = ["a.svs", "b\n.svs", " c.svs", "#d.svs", "e" * 200 + ".svs"]
+    touch(*(tmp_path / name for name in wanted))
+    monkeypatch.chdir(tmp_path)
+    # More than a cell of a CSV can hold, and no line end.
+    listed = "".join(f"{name}\0" for name in wanted * 700)
+    found = find_inputs(["-"], stdin=io.StringIO(listed))
+    assert [str(slide.path) for slide in found.slides] == wanted
+    assert all(slide.problem is None for slide in found.slides)
+
+
 @pytest.mark.parametrize("fill", [(), ("a.txt", "b.txt", "c.vsi")])
 def test_folder_without_slides_stops_the_run_and_says_what_was_there(
     tmp_path: Path, fill: Sequence[str]
@@ -304,6 +348,7 @@ def test_csv_with_semicolons_as_spreadsheets_write_it(tmp_path: Path) -> None:
         ("slide,mpp\n\nx.svs,0\n", "line 3: mpp '0'"),
         ("slide,mpp\nx.svs,nan\n", "mpp 'nan'"),
         ("slide,mpp\n,0.5\n", "line 2: no slide"),
+        ('slide\n"x.svs\n' + "y" * 140_000, "l.csv, line 3: field larger.*a quote not closed"),
         ("slide,mpp\nx.svs,0.5,0.7\n", "3 cells for 2 columns"),
         ("slide,mpp,mpp\nx.svs,1,1\n", "column 'mpp' is there twice"),
         ("slide,relative_path\nx.svs,../x\n", "leaves the output folder"),

@@ -3,11 +3,16 @@
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from bioptimus import embed_slide, open_result
 from bioptimus.batch.inputs import find_inputs, write_list
+from bioptimus.errors import BioptimusError, UsageError
+from bioptimus.io.wsi import Slide
+from bioptimus.planning import require_tissue_file
 from bioptimus.tiles import TileSpec
 from cli.main import main
 from tests.slides import tissue, write_pyramid
@@ -107,3 +112,68 @@ def test_records_hold_the_name_as_it_is(folder: Path, model: Path) -> None:
     (path,) = Path("out", "runs").iterdir()
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [each["slide"] for each in records if each["kind"] == "slide"] == [f"slides/{ODD}"]
+
+
+LONG = "n" * 300
+
+
+def test_names_that_no_file_can_have_fail_alone(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = f"slides/{BRACKETS}"
+    # A name that a file can have, and its result can not.
+    edge = f"{'e' * 251}.tif"
+    Path(good).rename(Path(edge))
+    Path(good).hardlink_to(edge)
+    Path("list.csv").write_text(
+        f"slide,mask\n{edge},\na\0b.tif,\n{LONG}.tif,\nslides/{LONG}/a.tif,\n"
+        f"{edge[1:]},{LONG}.png\n{good},\n"
+    )
+    Path(edge[1:]).hardlink_to(edge)
+    run = ["list.csv", "--model", str(model), "--tissue", "none", "--out", "out"]
+    assert main(["embed", *run, "--dry-run"]) == 1
+    capsys.readouterr()
+    assert main(["embed", *run, "--batch-size", "auto"]) == 1
+    printed = capsys.readouterr()
+    (path,) = printed.out.splitlines()
+    assert path == f"out/tiny/{Path(good).with_suffix('.h5')}"
+    failed = [line.partition(": failed, ")[2] for line in printed.err.splitlines()]
+    assert sorted(filter(None, failed)) == [
+        "its name is too long for any file; check the path",
+        "its name is too long for any file; check the path",
+        "its path holds a NUL byte; correct the list",
+        f"mask {LONG}.png: no such file; correct the list",
+        f"out/tiny/{'e' * 251}.h5.claim: cannot claim this slide: File name too long: "
+        f"out/tiny/{'e' * 251}.h5.claim",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["embed", "x.tif", "--tissue", LONG],
+        ["embed", "x.tif", "--model", f"{LONG}.pt2"],
+        ["embed", "x.tif", "--model", "h0", "--checkpoint", LONG],
+        ["tiles", "x.tif", "--csv", LONG],
+        ["report", LONG],
+        ["verify", LONG],
+        ["view", LONG],
+        ["models", "show", LONG],
+    ],
+)
+def test_option_that_no_file_can_have_for_a_name_is_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+
+
+def test_such_a_name_is_our_error_in_python_too(tmp_path: Path) -> None:
+    for name in (f"{LONG}.tif", "a\0b.tif"):
+        calls: list[Callable[[Path], object]] = [Slide.open, open_result, embed_slide]
+        for call in calls:
+            with pytest.raises(BioptimusError, match=r"too long|NUL|no such file"):
+                call(Path(name))
+        with pytest.raises(UsageError, match="no such mask"):
+            require_tissue_file(name)

@@ -23,6 +23,7 @@ from pathlib import Path, PurePath
 from typing import NamedTuple, TextIO
 
 from bioptimus.errors import UsageError
+from bioptimus.io.refusals import why_unreadable
 from bioptimus.io.resolution import PLAUSIBLE_MPP, is_plausible
 
 DICOM_EXTENSIONS = (".dcm", ".dicom")
@@ -65,6 +66,9 @@ FOREIGN_EXTENSIONS = {
     ".mds": "Motic",
     ".tmap": "UNIC",
 }
+
+# How lists that are written here hold names that are no UTF-8; such slides fail by themselves.
+_ODD_BYTES = "surrogatepass"
 
 # Columns of a CSV list that mean something here; all others are carried into the report.
 SLIDE_COLUMN = "slide"
@@ -109,6 +113,8 @@ class SlideInput:
         """Return the bytes of the slide with its companions; 0 where files are missing."""
         if self.size_bytes is not None:
             return self.size_bytes
+        if self.problem is not None:
+            return 0
         total = 0
         for path in self.files():
             try:
@@ -194,7 +200,7 @@ def write_list(path: Path, slides: Iterable[SlideInput]) -> None:
     """
     rows = list(slides)
     further = sorted({name for slide in rows for name in slide.extra})
-    with path.open("w", encoding="utf-8", newline="") as stream:
+    with path.open("w", encoding="utf-8", errors=_ODD_BYTES, newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow([*KNOWN_COLUMNS, *further])
         for slide in rows:
@@ -263,7 +269,7 @@ class _Finder:
             raise UsageError("an empty path was given; is a variable of the script not set?")
         if argument == "-":
             self._take_list("standard input", self._stdin.read(), folder=Path())
-        elif path.is_dir():
+        elif os.path.isdir(path):  # false where Path.is_dir raises: the name may be anything
             self._take_folder(path, _Row())
         elif glob.has_magic(argument) and not os.path.lexists(path):
             self._take_glob(argument)
@@ -365,7 +371,7 @@ class _Finder:
         met = self._met
         for slide, row in _parse_list(name, text, folder):
             path = folder / slide
-            if path.is_dir():
+            if os.path.isdir(path):
                 self._take_listed_folder(name, path, row)
             else:
                 self._take_file(path, _listed_relative(slide, folder), row)
@@ -410,7 +416,9 @@ class _Finder:
             series=series if len(series) > 1 else (),
             problem=problem,
         )
-        self._add(self._real_file(path), slide)
+        # What cannot be looked at has no real path either.
+        key = self._real_file(path) if problem is None else os.path.abspath(path)
+        self._add(key, slide)
 
     def _series_name(
         self, dicom: "_DicomFolder", series: Sequence[Path], relative: PurePath
@@ -514,7 +522,9 @@ def _problem(path: Path) -> str | None:
             return f"a link to {os.readlink(path)}, which is not there; mount or copy the target"
         return "no such file; check the path"
     except OSError as exc:
-        return f"cannot be read ({exc.strerror}); check its permissions and the mount"
+        return why_unreadable(exc)
+    except ValueError:
+        return "its path holds a NUL byte; correct the list"
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError:
@@ -591,7 +601,7 @@ def _folder_name(model_name: str) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig", errors=_ODD_BYTES)
     except OSError as exc:
         raise UsageError(f"{path}: this list cannot be read: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
@@ -605,27 +615,29 @@ def _parse_list(name: str, text: str, folder: Path) -> Iterator[tuple[str, _Row]
     header = next((line for line in lines if line and not line.startswith("#")), "")
     # Spreadsheets write semicolons where the comma is the decimal sign.
     delimiter = max(",;\t", key=header.count)
-    columns = [cell.strip().lower() for cell in next(csv.reader([header], delimiter=delimiter), [])]
+    columns = [cell.strip().lower() for cell in _cells(header, delimiter)]
     if SLIDE_COLUMN not in columns:
         if name.lower().endswith(LIST_EXTENSION):
             raise UsageError(
                 f"{name}: no column {SLIDE_COLUMN!r} in its first line; found: "
                 f"{', '.join(columns) or 'nothing'}"
             )
-        yield from ((line, _Row()) for line in lines if line and not line.startswith("#"))
+        if text.endswith("\0"):  # as from find -print0, which ends names as they are
+            yield from ((path, _Row()) for path in text.split("\0") if path)
+        else:
+            yield from ((line, _Row()) for line in lines if line and not line.startswith("#"))
         return
     if twice := [column for column, count in Counter(columns).items() if count > 1]:
         raise UsageError(f"{name}: column {twice[0]!r} is there twice")
-    reader = csv.reader(io.StringIO(text), delimiter=delimiter)
     past_header = False
-    for cells in reader:
+    for number, cells in _rows(name, text, delimiter):
         if not any(cell.strip() for cell in cells):
             continue
         if not past_header:
             # Remarks may stand above it; below it, a slide may have such a name.
             past_header = not cells[0].lstrip().startswith("#")
             continue
-        where = f"{name}, line {reader.line_num}"
+        where = f"{name}, line {number}"
         if len(cells) > len(columns):
             raise UsageError(f"{where}: {len(cells)} cells for {len(columns)} columns")
         values = {c: v.strip() for c, v in zip(columns, cells, strict=False) if v.strip()}
@@ -633,6 +645,23 @@ def _parse_list(name: str, text: str, folder: Path) -> Iterator[tuple[str, _Row]
         if not slide:
             raise UsageError(f"{where}: no slide")
         yield os.path.expanduser(slide), _parse_row(where, values, folder)
+
+
+def _rows(name: str, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each row's last line, and its cells."""
+    reader = csv.reader(io.StringIO(text), delimiter=delimiter)
+    try:
+        for cells in reader:
+            yield reader.line_num, cells
+    except csv.Error as exc:
+        raise UsageError(f"{name}, line {reader.line_num}: {exc}; is a quote not closed?") from exc
+
+
+def _cells(line: str, delimiter: str) -> list[str]:
+    try:
+        return next(csv.reader([line], delimiter=delimiter), [])
+    except csv.Error:
+        return []  # too long for a cell, and for any line of column names
 
 
 def _parse_row(where: str, values: dict[str, str], folder: Path) -> _Row:

@@ -10,6 +10,7 @@ import gc
 import logging
 import math
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, MutableSequence
@@ -339,13 +340,13 @@ def _check_rna(config: RunConfig, spec: ModelSpec, slides: Iterable[SlideInput])
 def _with_problem(each: SlideInput, config: RunConfig, spec: ModelSpec) -> SlideInput:
     """The slide, with what its list lacks for it as a problem."""
     problem = each.problem
-    if problem is None and each.mask is not None and not each.mask.is_file():
+    if problem is None and each.mask is not None and not os.path.isfile(each.mask):
         problem = f"mask {each.mask}: no such file; correct the list"
     if problem is None and spec.rna_dim:
         rna = each.bulk_rna or config.bulk_rna
         if rna is None:
             problem = f"{spec.name} reads bulk RNA; pass --bulk-rna, or fill the bulk_rna column"
-        elif not rna.is_file():
+        elif not os.path.isfile(rna):
             problem = f"bulk RNA {rna}: no such file; correct the list"
     return each if problem is each.problem else replace(each, problem=problem)
 
@@ -619,6 +620,8 @@ class _Workers:
 
     def _one(self, index: int) -> SlideReport:
         slide, job = self.work.slides[index], self.work.jobs[index]
+        if job.problem is not None:
+            return refused(job)  # without a claim: its result may have no name that can be written
         try:
             claim = self._claim(index)
             if claim is None:
@@ -681,8 +684,6 @@ class _Workers:
         )
 
     def _claimed(self, slide: SlideInput, job: SlideJob) -> SlideReport:
-        if job.problem is not None:
-            return refused(job)
         with self._staged(slide, job) as staged:
             return process_slide(
                 replace(job, read_path=staged),
@@ -716,4 +717,4 @@ def _is_to_do(job: SlideJob, config: RunConfig) -> bool:
 
 def _is_made(job: SlideJob, config: RunConfig) -> bool:
     """Whether the result is there to stay: of its slide no more is read than tells whose it is."""
-    return job.output.exists() and not config.slide.overwrite
+    return os.path.exists(job.output) and not config.slide.overwrite

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -555,9 +556,11 @@ def open_result(path: Path | str, *, check: bool = True) -> Result:
     path = Path(path)
     if path.name.endswith(PART_SUFFIX):
         raise OutputError(f"{path}: is unfinished; run the same command again to go on with it")
-    if not path.exists():
+    # Not by Path's methods, which raise where a name cannot be one.
+    if not os.path.exists(path):
         part = path.with_name(path.name + PART_SUFFIX)
-        hint = "it is unfinished; run the same command again" if part.exists() else "check the path"
+        unfinished = "it is unfinished; run the same command again"
+        hint = unfinished if os.path.exists(part) else "check the path"
         raise OutputError(f"{path}: no such file; {hint}")
     if path.is_dir():
         raise OutputError(f"{path}: is a folder; name one of the result files in it")

@@ -4,6 +4,7 @@ OpenSlide says "Unsupported or missing image file" of a missing, an empty, a tru
 foreign file alike. Each function here looks at one of these facts.
 """
 
+import errno
 import os
 import struct
 from collections.abc import Iterator
@@ -58,11 +59,18 @@ def check_readable(path: Path) -> None:
     except FileNotFoundError as exc:
         raise SlideOpenError(f"{path}: no such file; check the path") from exc
     except OSError as exc:
-        raise SlideOpenError(
-            f"{path}: cannot be read ({exc.strerror or exc}); check its permissions and the mount"
-        ) from exc
+        raise SlideOpenError(f"{path}: {why_unreadable(exc)}") from exc
+    except ValueError as exc:
+        raise SlideOpenError(f"{path}: its path holds a NUL byte; correct it") from exc
     if not first:
         raise SlideOpenError(f"{path.name}: is empty (0 bytes); {_COPY_AGAIN}")
+
+
+def why_unreadable(error: OSError) -> str:
+    """Say why a slide's file cannot be opened, and what to do, without its name."""
+    if error.errno == errno.ENAMETOOLONG:
+        return "its name is too long for any file; check the path"
+    return f"cannot be read ({error.strerror or error}); check its permissions and the mount"
 
 
 def check_whole(path: Path) -> None:

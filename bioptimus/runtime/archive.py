@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import platform
 import re
 import stat
@@ -244,7 +245,7 @@ def _write_quietly(entry: Path, value: str) -> None:
 
 
 def _refuse_what_is_no_archive(path: Path) -> None:
-    if path.is_dir():
+    if os.path.isdir(path):
         raise NoCheckpointError(
             f"{path}: a folder, not a .pt2 file; `bioptimus models export` makes one from a "
             "folder of weights"

@@ -244,13 +244,13 @@ def check_pin(path: Path, sha256: str | None) -> None:
 
 
 def _looks_like_path(name: str) -> bool:
-    return name.endswith(".pt2") or "/" in name or Path(name).exists()
+    return name.endswith(".pt2") or "/" in name or os.path.exists(name)
 
 
 def _expected(name: str, assets_root: str | Path | None) -> Path:
     """Where the weights of a model known by name lie, if the user put them there."""
     expected = Path(assets_root or MODEL_ROOT) / f"{name}.pt2"
-    if expected.exists():
+    if os.path.exists(expected):
         return expected
     raise UsageError(
         f"{name}: its weights are not part of this package; pass --checkpoint PATH.pt2 "
@@ -260,10 +260,10 @@ def _expected(name: str, assets_root: str | Path | None) -> Path:
 
 def _find(path: Path, assets_root: str | Path | None) -> Path:
     path = path.expanduser()
-    if path.is_absolute() or path.exists():
+    if path.is_absolute() or os.path.exists(path):
         return path
     inside = Path(assets_root or MODEL_ROOT) / path
-    return inside if inside.exists() else path
+    return inside if os.path.exists(inside) else path
 
 
 def _spec_of(name: str, info: ArchiveInfo) -> ModelSpec:

@@ -1,5 +1,6 @@
 """Tissue by a segmentation model, in place of the search by stain."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,7 +134,7 @@ def open_segmenter(path: str | Path, *, device: str = "auto") -> ModelSegmenter:
         CheckpointError: The file is damaged or not made for this machine.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UsageError(f"{path}: no such tissue model")
     info = inspect_archive(path)
     name = info.spec.name if info.spec else Models.TISSUE_SEG
