@@ -14,7 +14,8 @@
     │   ├── CheckpointError (ValueError) missing, truncated, foreign or wrong-device ``.pt2``
     │   │   └── NoCheckpointError (UsageError)  nothing, or a folder, where a ``.pt2`` was named
     │   └── _ForwardError (RuntimeError) a forward pass failed; shared by the requests of a batch
-    │       └── OutOfDeviceMemoryError   ... for want of memory: a smaller batch may work
+    │       ├── OutOfDeviceMemoryError   ... for want of memory: a smaller batch may work
+    │       └── LostDeviceError          ... and every later one of this process will; the run ends
     ├── SchedulerClosedError (RuntimeError)  a request met a scheduler that was shut down
     ├── OutputError                      a result file cannot be written, read or trusted
     │   └── OutputMismatchError          a file is there, made from other inputs or parameters
@@ -78,6 +79,10 @@ class _ForwardError(ModelError, RuntimeError):
 
 class OutOfDeviceMemoryError(_ForwardError):
     """A forward pass ran out of memory; the same tiles may fit in smaller batches."""
+
+
+class LostDeviceError(_ForwardError):
+    """The device failed in a way that no later pass of this process survives."""
 
 
 class SchedulerClosedError(BioptimusError, RuntimeError):

@@ -17,12 +17,15 @@ import h5py
 import numpy as np
 import pytest
 
+from bioptimus.batch import run as batch_run
 from bioptimus.batch.report import read_runs
 from bioptimus.batch.run import RunConfig, run
 from bioptimus.batch.stage import Stager
 from bioptimus.pipeline import SlideJob, SlideOptions
 from bioptimus.planning import PlanOptions
 from bioptimus.runtime import batch_size
+from bioptimus.runtime.loader import ModelChoice, load_model
+from bioptimus.runtime.server_model import BaseServerModel
 from bioptimus.tiles import TileSpec
 from tests.conftest import ROOT
 from tests.killed_runs import Silent
@@ -610,6 +613,46 @@ def test_fail_fast_stops_at_the_first_failure_and_accounts_for_the_rest(
     assert done.returncode == 1
     states = Counter(each["state"] for each in records(tmp_path / "out"))
     assert states == {"failed": 1, "stopped": SLIDES}
+
+
+def test_a_lost_device_ends_the_run_and_a_rerun_goes_on(
+    slides: Path, model: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = 0
+
+    def load_to_break(choice: ModelChoice, device: str) -> BaseServerModel:
+        loaded = load_model(choice, device)
+        compute = vars(loaded)["_runner"].compute
+
+        def compute_or_fail(inputs: Any) -> Any:
+            nonlocal passes
+            passes += 1
+            if passes > 30:
+                raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nand more")
+            return compute(inputs)
+
+        monkeypatch.setattr(vars(loaded)["_runner"], "compute", compute_or_fail)
+        return loaded
+
+    monkeypatch.setattr(batch_run, "load_model", load_to_break)
+    config = RunConfig(
+        inputs=(str(slides),),
+        out=tmp_path,
+        model=str(model),
+        batch_size=16,
+        workers=1,
+        slide=SlideOptions(plan=PlanOptions(tissue="none")),
+    )
+    failed = bytearray(SLIDES)
+    reports = run(config, listener=Silent(), stop=Silent(), failed=failed).reports
+    states = ["ok", "failed"] + ["stopped"] * (SLIDES - 2)
+    assert [report.state for report in reports] == states
+    assert "cpu works no more in this process (the device failed: CUDA error" in reports[1].reason
+    assert not any(failed), "another device may try it"
+    monkeypatch.setattr(batch_run, "load_model", load_model)
+    again = run(config, listener=Silent(), stop=Silent()).reports
+    assert again[1].tiles_resumed > 0
+    assert_same_files(tmp_path, undisturbed)
 
 
 def test_reader_of_stdout_that_leaves_ends_the_run_as_failed_and_accounted_for(

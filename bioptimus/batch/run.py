@@ -27,7 +27,7 @@ from bioptimus.batch.report import RunFile
 from bioptimus.batch.shards import parse_shard, share
 from bioptimus.batch.stage import Stager
 from bioptimus.batch.threads import plan_threads
-from bioptimus.errors import BioptimusError, OutputError, UsageError
+from bioptimus.errors import BioptimusError, LostDeviceError, OutputError, UsageError
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.omics import read_bulk_rna
@@ -610,7 +610,7 @@ class _Workers:
 
     def _end(self, index: int, job: SlideJob, report: SlideReport) -> None:
         self._reports[index] = report
-        if report.state == "failed" and self.config.fail_fast:
+        if report.state == "failed" and (self.config.fail_fast or _lost_device(report)):
             self._ending.set()
         # First the record: a listener may find its terminal or its pipe gone.
         try:
@@ -633,7 +633,7 @@ class _Workers:
                     return self._left(job, "skipped", "it failed on another device")
                 report = self._claimed(slide, job)
                 # Still under the claim: whoever takes it next has to know.
-                self.failed[index] = report.state == "failed"
+                self.failed[index] = report.state == "failed" and not _lost_device(report)
                 return report
         except BioptimusError as exc:
             return self._left(job, "failed", error_text(exc), error=exc)
@@ -708,6 +708,11 @@ class _Workers:
     def _drop(self, slide: SlideInput) -> None:
         if self.stager is not None:
             self.stager.drop(slide)
+
+
+def _lost_device(report: SlideReport) -> bool:
+    """Whether the slide failed for no fault of its own, and so would every one after it here."""
+    return isinstance(report.error, LostDeviceError)
 
 
 def _is_to_do(job: SlideJob, config: RunConfig) -> bool:

@@ -15,6 +15,7 @@ from functools import partial
 
 from bioptimus.errors import (
     BioptimusError,
+    LostDeviceError,
     OutOfDeviceMemoryError,
     RequestError,
     SchedulerClosedError,
@@ -614,7 +615,7 @@ def _end(entries: Iterable[_Entry], error: BaseException) -> None:
     One shared exception object would collect the tracebacks and notes of all of them.
     """
     kind: type[BioptimusError] = _ForwardError
-    for known in (OutOfDeviceMemoryError, SchedulerClosedError):
+    for known in (OutOfDeviceMemoryError, LostDeviceError, SchedulerClosedError):
         if isinstance(error, known):
             kind = known
     ours = isinstance(error, kind)

@@ -23,7 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from bioptimus.errors import CheckpointError, OutOfDeviceMemoryError, UsageError, _ForwardError
+from bioptimus.errors import (
+    CheckpointError,
+    LostDeviceError,
+    OutOfDeviceMemoryError,
+    UsageError,
+    _ForwardError,
+)
 from bioptimus.models.types import ModelSpec
 from bioptimus.runtime.archive import ArchiveInfo, Signature, inspect_archive
 from bioptimus.runtime.fitting import adapter, check_fit, fit_spec, signature_of
@@ -68,6 +74,7 @@ class Runner(Protocol):
 
         Raises:
             OutOfDeviceMemoryError: The batch does not fit into memory.
+            LostDeviceError: The device works no more in this process.
             _ForwardError: The inputs do not fit the program, or the pass failed.
         """
 
@@ -237,8 +244,10 @@ def split(
 
 
 def forward_error(exc: BaseException) -> _ForwardError:
-    """Torch's failure as ours; a lack of memory has its own class."""
+    """Torch's failure as ours; a lack of memory and the loss of the device have their own class."""
     text = first_line(exc)
+    if loses_device(exc):
+        return LostDeviceError(f"the device failed: {text}")
     if lacks_memory(exc):
         return OutOfDeviceMemoryError(f"out of memory in the forward pass: {text}")
     return _ForwardError(f"the forward pass failed: {text}")
@@ -265,6 +274,29 @@ def lacks_memory(exc: BaseException) -> bool:
         return True
     text = str(exc).lower()
     return isinstance(exc, RuntimeError | OSError) and any(word in text for word in _OUT_OF_MEMORY)
+
+
+# CUDA's words for errors after which "the process must be terminated and relaunched".
+_DEVICE_LOST = (
+    "device-side assert",
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "invalid program counter",
+    "hardware stack error",
+    "unspecified launch failure",
+    "launch timed out",
+    "uncorrectable ecc",
+    "uncorrectable nvlink",
+)
+
+
+def loses_device(exc: BaseException) -> bool:
+    """Whether no later pass can succeed in this process, whatever it is given."""
+    if isinstance(exc, LostDeviceError):
+        return True
+    text = str(exc).lower()
+    return isinstance(exc, RuntimeError) and any(word in text for word in _DEVICE_LOST)
 
 
 def first_line(exc: BaseException) -> str:

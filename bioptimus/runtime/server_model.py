@@ -33,6 +33,7 @@ import torch
 
 from bioptimus.errors import (
     CheckpointError,
+    LostDeviceError,
     OutOfDeviceMemoryError,
     RequestError,
     UsageError,
@@ -43,7 +44,14 @@ from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.loader import MODEL_ROOT
-from bioptimus.runtime.runners import CheckedRunner, Runner, lacks_memory, open_runner
+from bioptimus.runtime.runners import (
+    CheckedRunner,
+    Runner,
+    first_line,
+    lacks_memory,
+    loses_device,
+    open_runner,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -299,6 +307,7 @@ class BaseServerModel:
         Raises:
             UsageError: The model cannot answer this mode.
             OutOfDeviceMemoryError: There was no memory for a batch of this size.
+            LostDeviceError: The device works no more in this process.
             _ForwardError: Assembling, computing or copying back failed, or what came out does
                 not fit the model's specification.
         """
@@ -322,6 +331,11 @@ class BaseServerModel:
                 what, advice = "a single tile", "free memory there, or use another device"
             return OutOfDeviceMemoryError(
                 f"{self.model_name}: out of memory on {self.device} with {what}; {advice}"
+            )
+        if loses_device(exc):
+            return LostDeviceError(
+                f"{self.model_name}: {self.device} works no more in this process "
+                f"({first_line(exc)}); run the same command again to go on"
             )
         if isinstance(exc, _ForwardError):
             return _ForwardError(f"{self.model_name}: {exc}")
