@@ -365,7 +365,10 @@ def _is_done(
     overwrite: bool,
 ) -> bool:
     try:
-        found = check_existing(job.output, digest=digest, digest_parameters=parameters)
+        # Told to replace what is damaged, it has to look for that.
+        found = check_existing(
+            job.output, digest=digest, digest_parameters=parameters, whole=overwrite
+        )
     except OutputError:
         if not overwrite:
             raise

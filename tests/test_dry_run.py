@@ -16,6 +16,7 @@ from bioptimus.tiles import TileGrid, TileSpec
 from bioptimus.tissue import TissueMask, tissue_ratios
 from cli.main import main
 from cli.progress import LineProgress
+from tests.result_files import damage
 from tests.slides import tissue, write_pyramid
 from tests.tiny_models import TINY, save_module, tiny
 
@@ -96,6 +97,11 @@ def test_state_of_every_input_is_told_and_nothing_is_touched(
     assert "min tissue" in line
     assert main([*words, "slides/a.tif", "--min-tissue", "0.7", "--dry-run", "--overwrite"]) == 0
     assert capsys.readouterr().out.startswith("a.tif: new, 256 tiles, ")
+    damage(folder / "out" / "tiny" / "a.h5", "features", row=5)
+    before = contents(folder)
+    for option, state in (([], "done"), (["--overwrite"], "new")):
+        assert main([*words, "slides/a.tif", "--dry-run", *option]) == 0
+        assert capsys.readouterr().out.startswith(f"a.tif: {state}, 256 tiles, ")
     assert contents(folder) == before
 
 

@@ -27,6 +27,7 @@ from bioptimus.tiles import TileSpec
 from bioptimus.tissue import SEARCH_VERSION
 from bioptimus.verify import verify
 from tests.models import FakeRunner
+from tests.result_files import damage
 from tests.slides import damage_tile, tissue, write_pyramid
 
 # 1024 x 1024 px at 0.5 µm/px in tiles of 64: a lattice of 16 x 16.
@@ -149,6 +150,19 @@ def test_result_of_another_tissue_search_is_refused_and_one_that_tells_none_is_o
     assert run(slide, Runner(), options=whole).state == "ok"
     monkeypatch.setattr("bioptimus.pipeline.SEARCH_VERSION", 3)
     assert run(slide, Runner(), options=whole).state == "skipped", "nothing is searched there"
+
+
+def test_damaged_result_is_made_again_when_told_to_overwrite(slide: Path) -> None:
+    overwrite = SlideOptions(plan=PlanOptions(tissue="none"), overwrite=True)
+    assert run(slide, Runner()).state == "ok"
+    whole = features(slide)
+    for dataset, row in (("features", 100), ("tissue_mask", 0)):
+        damage(slide.with_suffix(".h5"), dataset, row=row)
+        assert run(slide, Runner()).state == "skipped", "not every value is read each time"
+        assert run(slide, Runner(), options=overwrite).state == "ok"
+        np.testing.assert_array_equal(features(slide), whole)
+        assert verify(slide.with_suffix(".h5"), deep=True).findings == ()
+        assert run(slide, Runner(), options=overwrite).state == "skipped"
 
 
 def test_not_a_number_in_an_output_fails_that_tile_alone(slide: Path) -> None:

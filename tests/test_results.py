@@ -229,6 +229,9 @@ def test_a_damaged_row_is_an_error_whichever_kind_is_read(
         with pytest.raises(OutputError, match="has other values in row 7 than were written"):
             open_result(path).read(asked, start, stop)
     assert len(open_result(path).read(asked, 0, 7)) == 7
+    open_result(path).check()
+    with pytest.raises(OutputError, match="in row 7 than"):
+        open_result(path).check(rows=True)
     assert len(open_result(path, check=False).read(asked)) == 11
     # The one kind is not read for the other's sake where it is very large.
     monkeypatch.setattr("bioptimus.inference.results._MOST_READ_TO_CHECK", 0)

@@ -127,7 +127,12 @@ def _preview(
         )
         digest = digest_of(parameters)
         try:
-            done = look_at_existing(job.output, digest=digest, digest_parameters=parameters)
+            done = look_at_existing(
+                job.output,
+                digest=digest,
+                digest_parameters=parameters,
+                whole=options.overwrite,
+            )
         except OutputError:
             if not options.overwrite:
                 raise

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 # Predictions of 20,000 genes are not read for the sake of a look at the embeddings.
 _MOST_READ_TO_CHECK = 1 << 30
-# Rows from which one column is taken, at a time.
-_COLUMN_BYTES = 16 << 20
+# Rows that are read at a time, where only a part of them or their checksum is wanted.
+_BLOCK_BYTES = 16 << 20
 # Attributes that a reader divides by.
 _POSITIVE = ("slide_width", "slide_height", "mpp_x", "mpp_y", "tile_size_px", "tile_mpp")
 
@@ -262,7 +262,8 @@ class Result:
             if start == 0 and stop is None:
                 return self._whole(file[name])
             rows: npt.NDArray[Any] = file[name][start:stop]
-            self._refuse_changed_rows(file, name, slice(start, stop), rows)
+            place = slice(start, stop)
+            self._refuse_changed_rows(file, name, place, rows, most_bytes=_MOST_READ_TO_CHECK)
         return rows
 
     def _whole(self, dataset: h5py.Dataset) -> npt.NDArray[Any]:
@@ -272,17 +273,30 @@ class Result:
         wanted = dataset.attrs.get(CHECKSUM) if self._checked else None
         if wanted is not None and checksum(values) != wanted:
             raise self._changed(name)
-        self._refuse_changed_rows(dataset.file, name, slice(0, None), values)
+        self._refuse_changed_rows(
+            dataset.file, name, slice(0, None), values, most_bytes=_MOST_READ_TO_CHECK
+        )
         return values
 
+    @property
+    def _kinds(self) -> list[str]:
+        """The kinds of values that a row has, in the order of their checksum."""
+        return [kind for kind in ("features", "predictions") if kind in self._shapes]
+
     def _refuse_changed_rows(
-        self, file: h5py.File, name: str, rows: slice, values: npt.NDArray[Any]
+        self,
+        file: h5py.File,
+        name: str,
+        rows: slice,
+        values: npt.NDArray[Any],
+        *,
+        most_bytes: float = math.inf,
     ) -> None:
-        kinds = [kind for kind in ("features", "predictions") if kind in self._shapes]
+        kinds = self._kinds
         if not (self._checked and self.has_row_checksums and name in kinds):
             return
         # One checksum is over both kinds of a row, so the other one has to be read as well.
-        if any(kind != name and file[kind].nbytes > _MOST_READ_TO_CHECK for kind in kinds):
+        if any(kind != name and file[kind].nbytes > most_bytes for kind in kinds):
             return
         sums: npt.NDArray[np.uint32] | None = None
         for kind in kinds:
@@ -302,14 +316,23 @@ class Result:
         """Whether the file tells the checksum of each row; older ones do not."""
         return ROW_CHECKSUMS in self._shapes
 
-    def check(self) -> None:
+    def check(self, *, rows: bool = False) -> None:
         """Refuse a file whose small datasets hold other values than were written.
+
+        Args:
+            rows: Look at every row, too.
 
         Raises:
             OutputError: It does.
         """
         if changed := self.changed_datasets():
             raise self._changed(", ".join(changed))
+        for kind in self._kinds[: int(rows)]:
+            step = max(1, _BLOCK_BYTES // (4 * self._shapes[kind][1]))
+            with self._file() as file:
+                for first in range(0, len(self), step):
+                    place = slice(first, first + step)
+                    self._refuse_changed_rows(file, kind, place, file[kind][place])
 
     def changed_datasets(self) -> list[str]:
         """Names of the small datasets whose values are not those that were written.
@@ -337,7 +360,7 @@ class Result:
         if "predictions" in vars(self):
             return self.predictions[:, index]
         # Of thousands of genes only one is held in memory.
-        step = max(1, _COLUMN_BYTES // (4 * self.prediction_dim))
+        step = max(1, _BLOCK_BYTES // (4 * self.prediction_dim))
         with self.held_open():
             parts = [
                 self.read("predictions", first, first + step)[:, index].copy()

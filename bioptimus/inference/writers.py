@@ -33,6 +33,7 @@ from bioptimus.inference.layout import (
     differences,
 )
 from bioptimus.inference.part import PENDING, PartFile, RowLayout, coords_crc
+from bioptimus.inference.results import open_result
 
 RowState = Literal["ok", "empty"]
 
@@ -419,14 +420,15 @@ def look_at_part(path: Path, plan: FilePlan) -> int | str | None:
 
 
 def check_existing(
-    path: Path, *, digest: str, digest_parameters: Mapping[str, Any]
+    path: Path, *, digest: str, digest_parameters: Mapping[str, Any], whole: bool = False
 ) -> Literal["same"] | None:
     """See whether a finished file is there, and tidy up beside it.
 
     A part beside it is what a kill between rename and removal left, and goes. Returns and raises
     as :func:`look_at_existing`.
     """
-    if look_at_existing(path, digest=digest, digest_parameters=digest_parameters) is None:
+    found = look_at_existing(path, digest=digest, digest_parameters=digest_parameters, whole=whole)
+    if found is None:
         return None
     advice = "remove the .part by hand"
     with output_errors(path, "cannot tidy up beside it", advice=advice):
@@ -436,16 +438,22 @@ def check_existing(
 
 
 def look_at_existing(
-    path: Path, *, digest: str, digest_parameters: Mapping[str, Any]
+    path: Path, *, digest: str, digest_parameters: Mapping[str, Any], whole: bool = False
 ) -> Literal["same"] | None:
     """See whether a finished file is there and made from the same inputs; changes nothing.
+
+    Args:
+        path: Final name.
+        digest: Of what the file would be made from now.
+        digest_parameters: What that is.
+        whole: Read every value, to be sure that none is damaged.
 
     Returns:
         None where there is no file, ``same`` where it need not be made again.
 
     Raises:
         OutputMismatchError: It was made from something else; the message says what differs.
-        OutputError: It is unreadable, incomplete, or was not written by this package.
+        OutputError: It is unreadable, incomplete, damaged, or was not written by this package.
     """
     advice = "move it away or pass --overwrite"
     with output_errors(path, "cannot be read", advice=advice):
@@ -463,6 +471,8 @@ def look_at_existing(
             f"{path}: was made from something else ({words or 'its digest is another'}); "
             "pass --overwrite or another --out"
         )
+    if whole:
+        open_result(path).check(rows=True)
     return "same"
 
 
