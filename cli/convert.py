@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from bioptimus.counting import counted
 from cli.progress import say
 
 
@@ -50,13 +51,13 @@ def convert(
         typer.Option(help="GeoJSON: a prediction to write; may be repeated. All if not given."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace outputs that are there.")
+        bool, typer.Option("--overwrite", help="Make outputs anew that are there already.")
     ] = False,
 ) -> None:
     """Convert results for other tools. The results themselves stay as they are.
 
-    Prints the path of each file or folder written; exits with 1 if a result could not be
-    converted, after the others.
+    Prints the path of each file or folder written; what is there already from the same result
+    and options stays. Exits with 1 if a result could not be converted, after the others.
     """
     from bioptimus.batch.places import refuse_unwritable
     from bioptimus.convert import ConvertOptions
@@ -65,11 +66,15 @@ def convert(
     refuse_unwritable(out, option="--out")
     options = ConvertOptions(geometry=geometry.value, measurements=tuple(measurement or ()))
     failed = False
+    kept = 0
     for done in run(results, out, to=to.value, options=options, overwrite=overwrite):
         for path in done.outputs:
             say(path)
+        kept += len(done.kept)
         if done.problem is not None:
             failed = True
             say(f"error: {done.problem}", err=True)
+    if kept:
+        say(f"{counted(kept, 'output')} up to date already", err=True)
     if failed:
         raise typer.Exit(1)

@@ -1,6 +1,7 @@
 """Each format is read back by the other side's own library."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 
 from bioptimus.convert import FORMATS, Converted, ConvertOptions, convert
+from bioptimus.convert.record import RECORD_NAME
+from bioptimus.counting import counted
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.results import Result, open_result
 from bioptimus.models.types import InferenceMode
@@ -428,15 +431,80 @@ def test_a_damaged_file_is_not_converted_and_the_others_are(
     assert not any(path.name.startswith("a") for path in out.rglob("*"))
 
 
+def dates(out: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("to", ["npz", "zarr", "clam", "trident"])
+def test_a_rerun_over_a_grown_cohort_makes_what_is_missing_and_ends_well(
+    tmp_path: Path, path: Path, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["convert", str(path.parent), "--to", to, "--out", str(out)]
+    assert main(words) == 0
+    first = capsys.readouterr().out.splitlines()
+    before = dates(out)
+    make_result(path.with_name("b.h5"))
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == len(first)
+    assert not set(shown.out.splitlines()) & set(first)
+    assert f"{counted(len(first), 'output')} up to date already\n" in shown.err
+    del before[out / RECORD_NAME]
+    assert before.items() <= dates(out).items()
+
+
 @pytest.mark.parametrize("to", ["npz", "zarr", "clam"])
-def test_what_is_there_is_replaced_only_when_told_so(tmp_path: Path, path: Path, to: str) -> None:
+def test_what_was_made_from_something_else_is_replaced_only_when_told_so(
+    tmp_path: Path, path: Path, to: str
+) -> None:
     out = tmp_path / "out"
     words = ["convert", str(path), "--to", to, "--out", str(out)]
     assert main(words) == 0
-    before = sorted(item.relative_to(out) for item in out.rglob("*"))
+    before = dates(out)
+    # The same parameters and another row failed: the digest is the same, the result is not.
+    digest = open_result(path).digest
+    path.unlink()
+    make_result(path, failed=(5,))
+    assert open_result(path).digest == digest
     assert main(words) == 1
+    assert dates(out) == before
     assert main([*words, "--overwrite"]) == 0
-    assert sorted(item.relative_to(out) for item in out.rglob("*")) == before
+    assert dates(out).keys() == before.keys()
+    assert not dates(out).items() & before.items()
+    assert main(words) == 0
+
+
+def test_other_options_are_something_else(tmp_path: Path, path: Path) -> None:
+    out = tmp_path / "out"
+    (tiles,) = run(path, out, "geojson")
+    text = tiles.read_text()
+    (done,) = convert([path], out, to="geojson", options=ConvertOptions(geometry="tissue"))
+    assert done.problem is not None
+    assert "not known to be made from this result with these options" in done.problem
+    assert tiles.read_text() == text
+
+
+def test_a_file_that_no_conversion_is_known_to_have_made_stays(tmp_path: Path, path: Path) -> None:
+    mine = tmp_path / "out" / "a.npz"
+    mine.parent.mkdir()
+    mine.write_text("dear")
+    # Cut short by a kill, and of another program.
+    mine.with_name(RECORD_NAME).write_text('{"output": "a.n\n[]\n{}\n')
+    (done,) = convert([path], tmp_path / "out", to="npz")
+    assert done.problem is not None
+    assert mine.read_text() == "dear"
+
+
+def test_a_result_without_checksums_is_known_by_its_date(tmp_path: Path, path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        del file["row_crc32"]
+    (written,) = run(path, tmp_path / "out", "npz")
+    (done,) = convert([path], tmp_path / "out", to="npz")
+    assert (done.kept, done.problem) == ((written,), None)
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    (done,) = convert([path], tmp_path / "out", to="npz")
+    assert done.problem is not None
 
 
 def test_a_folder_that_is_no_zarr_store_is_never_replaced(tmp_path: Path, path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 
 from bioptimus.convert.geojson import geojson
 from bioptimus.convert.pieces import ConvertOptions, Piece
+from bioptimus.convert.record import Record, made_from
 from bioptimus.convert.scverse import h5ad, spatialdata
 from bioptimus.convert.tables import npz, parquet, zarr
 from bioptimus.convert.trees import clam, trident
@@ -52,11 +53,13 @@ class Converted:
     Attributes:
         source: The result file.
         outputs: What was written.
+        kept: What was there already, made from the same result and options.
         problem: Why nothing, or not all, was; None if all was.
     """
 
     source: Path
     outputs: tuple[Path, ...] = ()
+    kept: tuple[Path, ...] = ()
     problem: str | None = None
 
 
@@ -67,12 +70,14 @@ class Conversion:
     Attributes:
         source: The result file.
         pieces: Its outputs; empty where there is a problem.
+        made_from: Digest of what they depend on.
         problem: Why it cannot be converted.
         needed_bytes: Room that it will take, roughly.
     """
 
     source: Path
     pieces: tuple[Piece, ...] = ()
+    made_from: str = ""
     problem: str | None = None
     needed_bytes: int = 0
 
@@ -124,12 +129,15 @@ def convert(
 ) -> Iterator[Converted]:
     """Convert results, one after the other; one that fails does not stop the others.
 
+    An output that is there already stays if it was made from the same result and options; if it
+    was made from something else, that result fails unless told to overwrite.
+
     Args:
         arguments: Result files, or folders of them.
         out: Output folder; made if missing.
         to: A name in :data:`FORMATS`.
         options: What the text formats write.
-        overwrite: Replace outputs that are there.
+        overwrite: Make every output anew, also in the place of what is there.
 
     Yields:
         What became of each result, in the order found.
@@ -143,26 +151,28 @@ def convert(
         raise UsageError(f"{to}: no such format; known are {', '.join(FORMATS)}")
     chosen = options or ConvertOptions()
     plans = deque(
-        _plan(source, relative, FORMATS[to], chosen)
+        _plan(source, relative, to, chosen)
         for source, relative in find_results(arguments, exclude=out).items()
     )
     _refuse_collisions(plans)
     with output_errors(out, "cannot be made", advice="choose another --out"):
         out.mkdir(parents=True, exist_ok=True)
+    record = Record(out)
     while plans:
         # Off the list: a result keeps what was read of it.
-        yield _convert(plans.popleft(), out, overwrite=overwrite)
+        yield _convert(plans.popleft(), out, record, overwrite=overwrite)
 
 
-def _plan(source: Path, relative: PurePath, format_: Format, options: ConvertOptions) -> Conversion:
+def _plan(source: Path, relative: PurePath, to: str, options: ConvertOptions) -> Conversion:
     try:
         result = open_result(source)
         result.check()
-        pieces = format_.pieces(result, relative, options)
+        pieces = FORMATS[to].pieces(result, relative, options)
+        digest = made_from(result, to, options)
         size = source.stat().st_size
     except OutputError as exc:
         return Conversion(source=source, problem=str(exc))
-    return Conversion(source=source, pieces=tuple(pieces), needed_bytes=size)
+    return Conversion(source=source, pieces=tuple(pieces), made_from=digest, needed_bytes=size)
 
 
 def _refuse_collisions(plans: Iterable[Conversion]) -> None:
@@ -178,19 +188,43 @@ def _refuse_collisions(plans: Iterable[Conversion]) -> None:
                 )
 
 
-def _convert(plan: Conversion, out: Path, *, overwrite: bool) -> Converted:
+def _convert(plan: Conversion, out: Path, record: Record, *, overwrite: bool) -> Converted:
     if plan.problem is not None:
         return Converted(source=plan.source, problem=plan.problem)
     done: list[Path] = []
+    kept: list[Path] = []
+    problem = None
     try:
-        _check_space(plan, out)
-        for piece in plan.pieces:
-            target = out / piece.path
-            _make(piece, target, overwrite=overwrite)
-            done.append(target)
+        if not overwrite:
+            kept = [
+                out / piece.path for piece in plan.pieces if _is_there(piece, plan, out, record)
+            ]
+        missing = [piece for piece in plan.pieces if out / piece.path not in kept]
+        if missing:
+            _check_space(plan, out)
+        for piece in missing:
+            _make(piece, out / piece.path)
+            record.add(piece.path, plan.made_from)
+            done.append(out / piece.path)
     except OutputError as exc:
-        return Converted(source=plan.source, outputs=tuple(done), problem=str(exc))
-    return Converted(source=plan.source, outputs=tuple(done))
+        problem = str(exc)
+    return Converted(source=plan.source, outputs=tuple(done), kept=tuple(kept), problem=problem)
+
+
+def _is_there(piece: Piece, plan: Conversion, out: Path, record: Record) -> bool:
+    """Whether an output need not be made again.
+
+    Raises:
+        OutputError: It is there, and was made from something else as far as is known.
+    """
+    if not (out / piece.path).exists():
+        return False
+    if not record.is_current(piece.path, plan.made_from):
+        raise OutputError(
+            f"{out / piece.path}: is there already and not known to be made from this result with "
+            "these options; pass --overwrite"
+        )
+    return True
 
 
 def _check_space(plan: Conversion, out: Path) -> None:
@@ -204,9 +238,7 @@ def _check_space(plan: Conversion, out: Path) -> None:
         )
 
 
-def _make(piece: Piece, target: Path, *, overwrite: bool) -> None:
-    if target.exists() and not overwrite:
-        raise OutputError(f"{target}: is there already; pass --overwrite")
+def _make(piece: Piece, target: Path) -> None:
     with output_errors(target, "cannot be written", advice="nothing is left under this name"):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_beside(target)
