@@ -258,7 +258,7 @@ def process_slide(
     except Exception as exc:  # noqa: BLE001
         # The slide's edge: a fault nobody foresaw ends this slide, never the run.
         report.state, report.error = "failed", exc
-        report.reason = unexpected(job, exc)
+        report.reason = unexpected(job.name, exc)
     if report.error is not None:
         release_frames(report.error)
     report.seconds.total = time.perf_counter() - start
@@ -271,10 +271,10 @@ def refused(job: SlideJob) -> SlideReport:
     return SlideReport(slide=str(job.path), reason=str(error), extra=dict(job.extra), error=error)
 
 
-def unexpected(job: SlideJob, error: Exception) -> str:
+def unexpected(slide: str, error: Exception) -> str:
     """Log an error that nobody foresaw, with its traceback at debug level; what to tell of it."""
     text = f"unexpected {type(error).__name__}: {error_text(error)}"
-    log.error("%s: %s", job.name, text, exc_info=log.isEnabledFor(logging.DEBUG))
+    log.error("%s: %s", slide, text, exc_info=log.isEnabledFor(logging.DEBUG))
     return f"{text}; run again with --verbose and report what it prints"
 
 

@@ -129,6 +129,12 @@ def tiles(
                 failed += 1
                 name = slide.path.name
                 say(f"error: {name}: {without_name(str(exc), name)}", err=True)
+            except Exception as exc:  # noqa: BLE001
+                # The same for a fault nobody foresaw. Imported here: torch comes with it.
+                from bioptimus.pipeline import unexpected
+
+                failed += 1
+                unexpected(slide.path.name, exc)
     if csv is not None:
         say(csv)
     if failed:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bioptimus.batch.run import RunConfig, run
+from bioptimus.io.wsi import CoarseImage, Slide
 from bioptimus.models.types import ModelSpec
 from bioptimus.pipeline import SlideJob, SlideOptions
 from bioptimus.planning import PlanOptions
@@ -153,6 +154,30 @@ def test_slide_fails_in_one_line_where_a_tile_would_take_gigabytes(
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "failed, " in line)
     assert told in line
     assert not list(Path("embeddings").rglob("*.h5*"))
+
+
+@pytest.mark.parametrize("words", [["embed", "--dry-run"], ["embed"], ["tiles"]])
+def test_fault_nobody_foresaw_is_one_slides_alone(
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+) -> None:
+    coarse_image = Slide.coarse_image
+
+    def faulty(slide: Slide, mpp: float = 8.0) -> CoarseImage:
+        if slide.name == "a.tif":
+            raise ZeroDivisionError("of some kind")
+        return coarse_image(slide, mpp)
+
+    monkeypatch.setattr(Slide, "coarse_image", faulty)
+    given = ["--model", str(model)] if words[0] == "embed" else ["--tile-size-px", "64"]
+    assert main([*words, "slides/a.tif", "slides/b.tif", *given]) == 1
+    shown = capsys.readouterr()
+    assert "a.tif: unexpected ZeroDivisionError: of some kind\n" in shown.err
+    assert "Traceback" not in shown.err
+    assert "b.tif: " in shown.out if words != ["embed"] else "b.h5" in shown.out
 
 
 class Everything(torch.nn.Module):

@@ -19,6 +19,7 @@ from bioptimus.pipeline import (
     job_options,
     rows_plan,
     slide_rna,
+    unexpected,
 )
 from bioptimus.planning import Segmenter, is_tissue_model, plan_slide
 from bioptimus.runtime.archive import file_sha256
@@ -101,13 +102,16 @@ def _slides(config: RunConfig, work: Work) -> Iterator[SlidePreview]:
         try:
             yield _preview(job, config.slide, work.model.spec, model_sha256, segmenter)
         except OutputMismatchError as exc:
-            yield _failing(job, exc, state="other parameters")
+            yield _failing(job, error_text(exc), state="other parameters")
         except BioptimusError as exc:
-            yield _failing(job, exc, state="would fail")
+            yield _failing(job, error_text(exc), state="would fail")
+        except Exception as exc:  # noqa: BLE001
+            # The slide's edge, as in the run itself.
+            yield _failing(job, unexpected(job.name, exc), state="would fail")
 
 
-def _failing(job: SlideJob, error: BioptimusError, *, state: PreviewState) -> SlidePreview:
-    return SlidePreview(name=job.name, output=job.output, state=state, error=error_text(error))
+def _failing(job: SlideJob, error: str, *, state: PreviewState) -> SlidePreview:
+    return SlidePreview(name=job.name, output=job.output, state=state, error=error)
 
 
 def _preview(

@@ -639,7 +639,7 @@ class _Workers:
             return self._left(job, "failed", error_text(exc), error=exc)
         except Exception as exc:  # noqa: BLE001
             # The batch's edge: whatever happens around one slide, the others go on.
-            return self._left(job, "failed", unexpected(job, exc), error=exc)
+            return self._left(job, "failed", unexpected(job.name, exc), error=exc)
 
     def _claim(self, index: int) -> Claim | None:
         with self._lock:
