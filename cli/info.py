@@ -1,23 +1,21 @@
 """``bioptimus info``: what a slide says about itself, before any work is spent on it."""
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
-from cli.progress import one_line, say
+from cli import options as opt
+from cli.progress import left_out, one_line, say
+
+if TYPE_CHECKING:
+    from bioptimus.batch.inputs import SlideInput
 
 READERS = ("auto", "openslide")
 
 
 def info(
-    slides: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="SLIDE...", help="Slide files; of a DICOM series, any of its files."
-        ),
-    ],
+    inputs: opt.Inputs,
     mpp_override: Annotated[
         float | None,
         typer.Option(metavar="UM_PER_PX", help="µm per pixel that wins over what the file says."),
@@ -47,17 +45,22 @@ def info(
     """
     import json
 
+    from bioptimus.batch.inputs import find_inputs
+
     if reader not in READERS:
         raise UsageError(f"--reader {reader}: must be one of {', '.join(READERS)}")
+    given = find_inputs(inputs, for_results=False)
+    for line in left_out(given.skipped):
+        say(line, err=True)
     found: list[dict[str, Any]] = []
     all_opened = True
-    for number, path in enumerate(slides):
+    for number, slide in enumerate(given.slides):
         try:
-            facts = _facts(path, mpp_override, mpp_fallback, reader)
+            facts = _facts(slide, mpp_override, mpp_fallback, reader)
         except UsageError:
             raise
         except BioptimusError as exc:
-            facts = {"path": str(path), "name": path.name, "error": str(exc)}
+            facts = {"path": str(slide.path), "name": slide.path.name, "error": str(exc)}
             all_opened = False
             say(f"error: {exc}", err=True)
         found.append(facts)
@@ -70,18 +73,26 @@ def info(
 
 
 def _facts(
-    path: Path, mpp_override: float | None, mpp_fallback: float | None, reader: str
+    slide: "SlideInput", mpp_override: float | None, mpp_fallback: float | None, reader: str
 ) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from bioptimus.errors import SlideOpenError
     from bioptimus.io.describe import describe
+    from bioptimus.io.resolution import MPP_COLUMN
     from bioptimus.io.wsi import OpenOptions, Slide
 
+    if slide.problem is not None:
+        raise SlideOpenError(f"{slide.path.name}: {slide.problem}")
     options = OpenOptions(
         mpp_override=mpp_override,
         mpp_fallback=mpp_fallback,
         reader="openslide" if reader == "openslide" else "auto",
     )
-    with Slide.open(path, options) as slide:
-        return describe(slide)
+    if slide.mpp is not None:
+        options = replace(options, mpp_override=slide.mpp, override_source=MPP_COLUMN)
+    with Slide.open(slide.path, options) as opened:
+        return describe(opened)
 
 
 def _as_text(facts: dict[str, Any]) -> str:

@@ -168,6 +168,7 @@ def _plan_one(
 
     from bioptimus.batch.inputs import strip_extension
     from bioptimus.errors import SlideOpenError
+    from bioptimus.io.resolution import MPP_COLUMN
     from bioptimus.io.wsi import Slide
     from bioptimus.planning import plan_slide
     from bioptimus.tile_files import dump_tiles
@@ -176,7 +177,7 @@ def _plan_one(
     if job.problem is not None:
         raise SlideOpenError(f"{job.path.name}: {job.problem}")
     if job.mpp is not None:
-        opening = replace(opening, mpp_override=job.mpp)
+        opening = replace(opening, mpp_override=job.mpp, override_source=MPP_COLUMN)
     if job.mask is not None:
         planning = replace(planning, tissue=str(job.mask))
     place = job.relative.with_name(strip_extension(job.relative.name))

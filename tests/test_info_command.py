@@ -1,5 +1,6 @@
 """``bioptimus info``: facts on stdout, errors on stderr, exit code for scripts."""
 
+import io
 import json
 from pathlib import Path
 
@@ -79,3 +80,45 @@ def test_options_that_cannot_be_are_wrong_usage(
 ) -> None:
     assert main(["info", str(example_slide), *words]) == 2
     assert words[0] in capsys.readouterr().err
+
+
+@pytest.fixture
+def cohort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with two slides of one name, a note, and a list with a scale for one."""
+    monkeypatch.chdir(tmp_path)
+    for patient in ("a", "b"):
+        (tmp_path / "cohort" / patient).mkdir(parents=True)
+        slides.write_pyramid(tmp_path / "cohort" / patient / "x.tif", slides.noise(300, 300))
+    (tmp_path / "cohort" / "notes.txt").write_text("x")
+    (tmp_path / "list.csv").write_text("slide,mpp\ncohort/a/x.tif,0.3\ncohort/b,\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["cohort"], ["cohort/*/x.tif"], ["list.csv"], ["-"], ["cohort/a/x.tif", "cohort/b/x.tif"]],
+    ids=lambda words: words[0],
+)
+def test_info_takes_what_embed_takes(
+    cohort: Path,
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("cohort/a/x.tif\ncohort/b/x.tif\n"))
+    assert main(["info", "--json", *words]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert [facts["path"] for facts in found] == ["cohort/a/x.tif", "cohort/b/x.tif"]
+    if words == ["list.csv"]:
+        assert found[0]["mpp"] == [0.3, 0.3]
+        assert found[0]["mpp_source"] == "the list's mpp column"
+    if words == ["cohort"]:
+        assert shown.err == "left out: cohort/notes.txt (unknown extension)\n"
+
+
+def test_info_on_a_folder_without_slides_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", str(tmp_path)]) == 2
+    assert "no slides in this folder" in capsys.readouterr().err

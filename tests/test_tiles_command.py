@@ -117,7 +117,7 @@ def test_list_gives_each_slide_its_scale_and_mask(example_slide: Path, tmp_path:
     )
     done = run(tmp_path / "list.csv", "--no-overview")
     assert done.exit_code == 0, done.output
-    assert "100.0% tissue, mpp 0.25" in done.stdout
+    assert "100.0% tissue, mpp 0.25 (the list's mpp column)" in done.stdout
 
 
 @pytest.mark.parametrize(

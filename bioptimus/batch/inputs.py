@@ -149,6 +149,7 @@ def find_inputs(
     *,
     exclude: Sequence[Path] = (),
     stdin: TextIO | None = None,
+    for_results: bool = True,
 ) -> Inputs:
     """Turn what the user typed into the slides of the run.
 
@@ -159,6 +160,8 @@ def find_inputs(
             standard input, to the working directory.
         exclude: Folders not to search and not to mention, such as the output folder.
         stdin: Where ``-`` reads from; the process's standard input if not given.
+        for_results: Each slide is to get a file of its own; two of one name are no fault of who
+            only looks at them.
 
     Returns:
         Each slide once. A path that does not exist is a slide with a ``problem``.
@@ -174,7 +177,8 @@ def find_inputs(
     for argument in arguments:
         finder.take_argument(str(argument))
     slides = tuple(finder.slides.values())
-    _refuse_collisions(slides)
+    if for_results:
+        _refuse_collisions(slides)
     return Inputs(slides=slides, skipped=tuple(finder.skipped))
 
 
