@@ -18,7 +18,7 @@
     │       └── LostDeviceError          ... and every later one of this process will; the run ends
     ├── SchedulerClosedError (RuntimeError)  a request met a scheduler that was shut down
     ├── OutputError                      a result file cannot be written, read or trusted
-    │   └── OutputMismatchError          a file is there, made from other inputs or parameters
+    │   └── OutputMismatchError          a file or part is there, made otherwise
     ├── SubmitError                      a batch system is not there, or did not take the job
     └── StoppedError                     the run was told to stop; what was done is on disk
 
@@ -94,7 +94,7 @@ class OutputError(BioptimusError):
 
 
 class OutputMismatchError(OutputError):
-    """A result file is there already, made from other inputs or parameters."""
+    """A result file, finished or not, is there already, made from other inputs or parameters."""
 
 
 class SubmitError(BioptimusError):

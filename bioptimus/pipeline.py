@@ -75,7 +75,8 @@ class SlideOptions:
         plan: Tile and tissue options.
         dtype: Stored type of embeddings and predictions.
         max_failed_tiles: Share of planned tiles that may fail before the slide does, 0..1.
-        overwrite: Replace a finished file that was made otherwise, or is damaged.
+        overwrite: Replace a finished file that was made otherwise, or is damaged, and what a
+            stopped run of other parameters left.
         gene_column: Column of gene names in bulk RNA tables; found by its usual names if None.
         value_column: Column of TPM values in them; found by its usual names if None.
     """
@@ -323,7 +324,7 @@ def _process(
             slide, plan, client, options, planning, job, digest, parameters, report.warnings
         )
         with report.seconds.measure("write"):
-            writer = HDF5Writer.open(job.output, file_plan)
+            writer = HDF5Writer.open(job.output, file_plan, overwrite=options.overwrite)
         try:
             if writer.started_anew_because:
                 listener.note(job, f"starting anew: {writer.started_anew_because}")

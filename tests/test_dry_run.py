@@ -106,6 +106,28 @@ def test_state_of_every_input_is_told_and_nothing_is_touched(
     assert contents(folder) == before
 
 
+def test_rows_of_a_stopped_run_survive_the_same_command_without_an_option(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_in("slides/b.tif", model)
+    left = Path("out/tiny/b.h5.part").read_bytes()
+    words = ["embed", "slides/b.tif", "slides/c.tif", "--model", str(model), "--tissue", "none"]
+    words += ["--out", "out", "--overlap-px", "8"]
+    capsys.readouterr()
+    assert main([*words, "--dry-run"]) == 1
+    assert "b.tif: other parameters: out/tiny/b.h5.part: holds " in capsys.readouterr().out
+    assert main(words) == 1
+    told = capsys.readouterr().err
+    assert "b.tif: failed, out/tiny/b.h5.part: holds " in told
+    assert "(overlap (px) is 0 there, 8 now); repeat that command to go on with it" in told
+    assert Path("out/tiny/b.h5.part").read_bytes() == left
+    assert Path("out/tiny/c.h5").exists()
+    assert main([*words, "--overwrite", "--dry-run"]) == 0
+    assert "b.tif: starting anew: overlap (px) is 0 there, 8 now" in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 0
+    assert not Path("out/tiny/b.h5.part").exists()
+
+
 def test_part_with_tiles_elsewhere_is_told_as_the_run_takes_it(
     folder: Path,
     model: Path,

@@ -317,20 +317,45 @@ def test_after_a_restart_of_the_machine_only_flushed_rows_count(
         assert writer.resumed_rows == 20
 
 
-def test_part_of_another_digest_starts_anew_and_says_what_differs(tmp_path: Path) -> None:
+OTHER = {"model": {"sha256": "cd"}, "tile_mpp": 0.5, "n": 1}
+
+
+def test_rows_made_with_other_parameters_are_kept_unless_told_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     with HDF5Writer.open(path, plan()) as writer:
         rows_of(writer, 0, 10)
-    other = plan(
-        digest="other", digest_parameters={"model": {"sha256": "cd"}, "tile_mpp": 0.5, "n": 1}
-    )
-    with HDF5Writer.open(path, other) as writer:
+    left = part_of(path).read_bytes()
+    # Of fewer tiles: where the states of the rows end follows from the part itself.
+    other = plan(rows=5, digest="other", digest_parameters=OTHER)
+    told = r"a\.h5\.part: holds 10 rows .*\(model\.sha256 is ab there, cd now; n is absent there, 1"
+    for look in (HDF5Writer.open, look_at_part):
+        with pytest.raises(OutputMismatchError, match=told):
+            look(path, other)
+    assert part_of(path).read_bytes() == left
+    with HDF5Writer.open(path, plan()) as writer:
+        assert writer.resumed_rows == 10
+    words = "model.sha256 is ab there, cd now; n is absent there, 1 now"
+    assert look_at_part(path, other, overwrite=True) == words
+    with HDF5Writer.open(path, other, overwrite=True) as writer:
         assert writer.resumed_rows == 0
-        assert writer.started_anew_because == (
-            "model.sha256 is ab there, cd now; n is absent there, 1 now"
-        )
+        assert writer.started_anew_because == words
     with HDF5Writer.open(path, other) as writer:
         assert writer.started_anew_because is None
+
+
+def test_part_of_other_parameters_that_holds_no_row_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.h5"
+    other = plan(digest="other", digest_parameters=OTHER)
+    HDF5Writer.open(path, plan()).close()
+    with HDF5Writer.open(path, other) as writer:
+        assert "model.sha256 is ab there" in (writer.started_anew_because or "")
+        rows_of(writer, 0, 10)
+    # Not flushed, and the machine was started anew since: those rows count for nobody.
+    monkeypatch.setattr(part, "_boot_id", lambda: b"another".ljust(64, b"\0"))
+    with HDF5Writer.open(path, plan()) as writer:
+        assert "model.sha256 is cd there" in (writer.started_anew_because or "")
 
 
 @pytest.mark.parametrize("damage", ["empty", "foreign", "short", "header", "no header"])
@@ -378,7 +403,7 @@ def test_a_look_at_the_part_tells_what_opening_it_does_and_changes_nothing(
     others = [
         plan(),
         plan(coords=plan().coords + 1),
-        plan(digest="other", digest_parameters={"tile_mpp": 1.0}),
+        plan(digest="other"),
         plan(dtype="float16"),
     ]
     for other in others:

@@ -40,8 +40,8 @@ class SlidePreview:
         name: What messages call the slide.
         output: Where its result would go.
         state: ``new``; ``resume`` of what a stopped run left; ``done`` already; ``other
-            parameters`` for a finished file made otherwise, at which the slide would fail; or
-            ``would fail`` for another reason.
+            parameters`` for a finished file, or rows of a stopped run, made otherwise, at which
+            the slide would fail; or ``would fail`` for another reason.
         mpp: (x, y) µm per level-0 pixel.
         mpp_source: Where that came from.
         level: Pyramid level that tiles would be read from.
@@ -159,7 +159,7 @@ def _preview(
         )
     if done is not None:
         return replace(found, state="done", tiles_done=found.tiles)
-    part = look_at_part(job.output, rows)
+    part = look_at_part(job.output, rows, overwrite=options.overwrite)
     if isinstance(part, str):
         return replace(found, warnings=(*found.warnings, f"starting anew: {part}"))
     return replace(found, state="resume", tiles_done=part) if part else found

@@ -63,6 +63,19 @@ class RowLayout:
         return self.columns[name] * np.dtype(self.dtype).itemsize
 
 
+@dataclass(frozen=True, kw_only=True)
+class OtherRows:
+    """A part that holds rows, made with other parameters than are wanted now.
+
+    Attributes:
+        rows: How many.
+        differences: Which parameters differ, in words.
+    """
+
+    rows: int
+    differences: str
+
+
 class PartFile:
     """Rows of an unfinished result.
 
@@ -117,12 +130,13 @@ class PartFile:
     @classmethod
     def look_at(
         cls, path: Path, layout: RowLayout, *, digest: str, parameters: Mapping[str, Any]
-    ) -> Self | str | None:
+    ) -> Self | OtherRows | str | None:
         """Open the part that a stopped run left, changing nothing.
 
         Returns:
             The part, its ``state`` being what :meth:`resume` would go on from; None where there
-            is none; a reason why it cannot be continued.
+            is none; what it holds where that was made with other parameters; a reason why it
+            cannot be continued by anybody.
 
         Raises:
             OSError: It is there and the file system does not let us open it.
@@ -139,8 +153,9 @@ class PartFile:
                 if file.size() != part._size():
                     reason = "its size is not what its header says"
             if reason is not None:
+                other = _other_rows(file, found, parameters)
                 file.close()
-                return reason
+                return other or reason
             part._read_state(boot=found["boot"])
         except BaseException:
             file.close()
@@ -150,7 +165,7 @@ class PartFile:
     @classmethod
     def resume(
         cls, path: Path, layout: RowLayout, *, digest: str, parameters: Mapping[str, Any]
-    ) -> Self | str | None:
+    ) -> Self | OtherRows | str | None:
         """Open the part that a stopped run left, to go on writing it.
 
         Returns:
@@ -234,11 +249,8 @@ class PartFile:
 
     def _read_state(self, *, boot: bytes) -> None:
         """Read which rows are done: of an earlier start of the machine, those on the disk."""
-        stored = self._file.read(self.layout.rows, self._state_at)
-        self.state = np.frombuffer(stored, np.uint8).copy()
+        self.state = _read_state(self._file, self.layout.rows, self._state_at, boot=boot)
         self._boot = boot
-        if boot != _boot_id():
-            self.state[self.state == WRITTEN] = PENDING
 
     def _vouch(self) -> None:
         """Have what is written from now on count while the machine runs."""
@@ -316,6 +328,29 @@ def _why_not(
     if found["layout"].get("coords_crc") != layout.coords_crc:
         return "its tiles lie elsewhere"
     return differences(found["layout"], vars(layout)) or None
+
+
+def _other_rows(
+    file: DiskFile, found: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> OtherRows | None:
+    """What a part holds that was made with other parameters; None where that is nothing."""
+    told = found.get("parameters")
+    words = differences(told, parameters) if isinstance(told, dict) else ""
+    rows = found.get("layout", {}).get("rows")
+    if not words or not isinstance(rows, int):
+        return None
+    state_at = _aligned(_HEADER_AT + found["header_bytes"])
+    state = _read_state(file, rows, state_at, boot=found["boot"])
+    done = int(np.count_nonzero(state != PENDING))
+    return OtherRows(rows=done, differences=words) if done else None
+
+
+def _read_state(file: DiskFile, rows: int, state_at: int, *, boot: bytes) -> npt.NDArray[np.uint8]:
+    """The state of each row, those of an earlier start of the machine as far as they are safe."""
+    state = np.frombuffer(file.read(rows, state_at), np.uint8).copy()
+    if boot != _boot_id():
+        state[state == WRITTEN] = PENDING
+    return state
 
 
 def _boot_id() -> bytes:

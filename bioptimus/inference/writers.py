@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from bioptimus.counting import counted
 from bioptimus.errors import OutputError, OutputMismatchError
 from bioptimus.inference.checksums import row_checksums
 from bioptimus.inference.disk import (
@@ -32,7 +33,7 @@ from bioptimus.inference.layout import (
     AttributeValue,
     differences,
 )
-from bioptimus.inference.part import PENDING, PartFile, RowLayout, coords_crc
+from bioptimus.inference.part import PENDING, OtherRows, PartFile, RowLayout, coords_crc
 from bioptimus.inference.results import open_result
 
 RowState = Literal["ok", "empty"]
@@ -166,7 +167,7 @@ class HDF5Writer:
         self.resumed_rows = part.rows_done
 
     @classmethod
-    def open(cls, path: Path, plan: FilePlan) -> Self:
+    def open(cls, path: Path, plan: FilePlan, *, overwrite: bool = False) -> Self:
         """Continue the part of this file, or start one.
 
         Tiles that failed in the earlier run are tried again.
@@ -174,8 +175,10 @@ class HDF5Writer:
         Args:
             path: Final name, ``.../x.h5``; its folder is made if missing.
             plan: The file.
+            overwrite: Start anew where the part holds rows made with other parameters.
 
         Raises:
+            OutputMismatchError: The part holds such rows, and they are not to be overwritten.
             OutputError: The folder cannot be made or written.
         """
         part_path = part_of(path)
@@ -191,6 +194,10 @@ class HDF5Writer:
             )
             if isinstance(found, PartFile):
                 return cls(path, plan, found)
+            if isinstance(found, OtherRows):
+                if not overwrite:
+                    raise _made_otherwise(part_path, found)
+                found = found.differences
             part = retry(
                 lambda: PartFile.create(part_path, layout, digest=digest, parameters=parameters),
                 name=path.name,
@@ -393,7 +400,15 @@ def part_of(path: Path) -> Path:
     return path.with_name(path.name + PART_SUFFIX)
 
 
-def look_at_part(path: Path, plan: FilePlan) -> int | str | None:
+def _made_otherwise(part: Path, found: OtherRows) -> OutputMismatchError:
+    return OutputMismatchError(
+        f"{part}: holds {counted(found.rows, 'row')} of a stopped run that was asked for something "
+        f"else ({found.differences}); repeat that command to go on with it, or pass --overwrite "
+        "to start anew, or another --out"
+    )
+
+
+def look_at_part(path: Path, plan: FilePlan, *, overwrite: bool = False) -> int | str | None:
     """See what :meth:`HDF5Writer.open` would make of the part of a file; changes nothing.
 
     Returns:
@@ -401,6 +416,8 @@ def look_at_part(path: Path, plan: FilePlan) -> int | str | None:
         start anew.
 
     Raises:
+        OutputMismatchError: It holds rows made with other parameters, and they are not to be
+            overwritten.
         OutputError: The part cannot be opened.
     """
     with output_errors(path, "cannot start it", advice="choose another --out"):
@@ -413,6 +430,10 @@ def look_at_part(path: Path, plan: FilePlan) -> int | str | None:
             ),
             name=path.name,
         )
+    if isinstance(found, OtherRows):
+        if not overwrite:
+            raise _made_otherwise(part_of(path), found)
+        return found.differences
     if not isinstance(found, PartFile):
         return found
     found.close()
