@@ -78,13 +78,17 @@ def embed_slide(
         options: Scale, tiles, tissue and more; their mode is set by ``predictions``.
 
     Raises:
-        UsageError: The path holds several slides, or options contradict each other.
+        UsageError: The path holds several slides, a path is empty, or options contradict each
+            other.
         SlideError: The slide cannot be read; the message says why and what to do.
         ModelError: The model cannot be loaded or run.
         OutputError: The result cannot be written, or a file from other parameters is there.
 
     An error that names options of the command has a note with their names in Python.
     """
+    for what, path in (("out", out), ("checkpoint", checkpoint)):
+        if path == "":  # to Path the working folder
+            raise UsageError(f"{what}: an empty path was given; is a variable not set?")
     mode = InferenceMode.PREDICTION_WITH_EMBEDDING if predictions else InferenceMode.EMBEDDING
     loaded = None if isinstance(model, str | Path) else model
     if loaded is not None:

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -96,6 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
         # People type it behind the command as well as before.
         words = ["--verbose", *(word for word in words if word != "--verbose")]
     try:
+        _refuse_empty(words)
         code = app(args=words, prog_name="bioptimus", standalone_mode=False, obj=as_json)
     except typer.Exit as exc:
         return exc.exit_code
@@ -125,6 +127,22 @@ def main(arguments: list[str] | None = None) -> int:
             hint = f"; see '{context.command_path} --help'" if context else ""
             _print_error(text.rstrip(".") + hint, code, as_json=as_json)
     return code if isinstance(code, int) else 0
+
+
+def _refuse_empty(words: list[str]) -> None:
+    """Refuse an empty word: as a path it would be the working folder, and no other is wanted.
+
+    Raises:
+        UsageError: There is one.
+    """
+    for before, word in zip([None, *words], words, strict=False):
+        if not word:
+            where = f" after {before}" if before else ""
+        elif re.fullmatch("--[a-z0-9-]+=", word):
+            where = f" in {word}"
+        else:
+            continue
+        raise UsageError(f"an empty value was given{where}; is a variable of the script not set?")
 
 
 def _wants_json(words: list[str]) -> bool:

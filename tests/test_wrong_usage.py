@@ -4,9 +4,11 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bioptimus import embed_slide
 from bioptimus.batch.places import refuse_unwritable
 from bioptimus.errors import UsageError
 from cli.main import main
@@ -52,6 +54,44 @@ def test_of_a_run_is_told_before_a_model_is_loaded_or_anything_is_written(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert message in line
+    assert os.listdir(folder) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["embed", SLIDE, "--out", ""], "after --out"),
+        (["embed", SLIDE, "--out="], "in --out="),
+        (["embed", SLIDE, "--stage", ""], "after --stage"),
+        (["embed", SLIDE, "--model", "h1", "--checkpoint", ""], "after --checkpoint"),
+        (["embed", SLIDE, "--model", ""], "after --model"),
+        (["embed", ""], "after embed"),
+        (["tiles", SLIDE, "--csv", ""], "after --csv"),
+        (["tiles", SLIDE, "--dump", ""], "after --dump"),
+        (["verify", ""], "after verify"),
+        (["report", ".", "--html", ""], "after --html"),
+        (["convert", ".", "--to", "npz", "--out", ""], "after --out"),
+        (["view", "a.h5", "--out", ""], "after --out"),
+        (["models", "export", "lite0", "--out", ""], "after --out"),
+        (["submit", "embed", SLIDE, "--out", ""], "after --out"),
+        ([""], "given"),
+    ],
+)
+def test_of_a_variable_that_is_not_set_is_told_and_nothing_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], where: str
+) -> None:
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: an empty value was given")
+    assert f"{where}; is a variable of the script not set?" in line
+    assert os.listdir(folder) == ["file"]
+
+
+def test_of_an_empty_path_is_told_in_python(folder: Path) -> None:
+    for path in ("out", "checkpoint"):
+        given: dict[str, Any] = {path: ""}
+        with pytest.raises(UsageError, match=f"{path}: an empty path was given"):
+            embed_slide(SLIDE, **given)
     assert os.listdir(folder) == ["file"]
 
 
