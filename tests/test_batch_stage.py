@@ -118,6 +118,21 @@ def test_few_slides_are_copied_ahead_and_only_those_that_are_taken(
             assert asked == [0, 1, 2, 3, 4]
 
 
+def test_going_through_a_long_list_of_slides_that_are_done_takes_no_time(tmp_path: Path) -> None:
+    """A step that looks at the whole list makes hours of it: the test's time limit tells."""
+    names = [f"{number}.svs" for number in range(30_000)]
+    slides = [SlideInput(path=tmp_path / name, relative=PurePath(name)) for name in names]
+    asked: list[int] = []
+
+    def wants_none(index: int) -> bool:
+        asked.append(index)
+        return False
+
+    with Stager(tmp_path / "local", max_gb=1) as stager:
+        stager.plan(slides, ahead=2, take=wants_none)
+        wait_until(lambda: len(asked) == len(slides))
+
+
 def test_slide_too_large_for_the_limit_is_read_where_it_lies(
     tmp_path: Path, slides: list[SlideInput]
 ) -> None:

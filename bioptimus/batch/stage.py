@@ -172,9 +172,12 @@ class Stager:
         )
 
     def _run(self, copies: list[_Copy], ahead: int, take: Callable[[int], bool]) -> None:
+        made: list[_Copy] = []
+
         def may_go_on() -> bool:
-            waiting = sum(copy.state is _State.READY for copy in copies)
-            return self._closing or self._disabled or waiting < ahead
+            # Few at any time, out of lists of 100,000.
+            made[:] = [copy for copy in made if copy.state is _State.READY]
+            return self._closing or self._disabled or len(made) < ahead
 
         for index, copy in enumerate(copies):
             with self._changed:
@@ -183,6 +186,7 @@ class Stager:
                     return
             if take(index) and self._reserve(copy, wait=True):
                 self._fill(copy)
+                made.append(copy)
 
     def _claim(self, slide: SlideInput) -> _Copy | None:
         """Return the finished copy, now in use; None to read the slide in place."""
