@@ -1,5 +1,6 @@
 """Blocks and the cache: every tile once, every stored tile decoded about once, memory flat."""
 
+import os
 import threading
 import tracemalloc
 from collections.abc import Callable, Hashable
@@ -45,6 +46,27 @@ def test_bands_of_strips_are_low_enough_for_the_cache() -> None:
     # 50,000 px wide strips: a row of 224 px tiles takes 34 MB.
     assert most_band_rows(224, column_px=50_000, cache_bytes=48 << 20) == 1
     assert most_band_rows(224, column_px=2 * 256 + 224, cache_bytes=48 << 20) == 32
+
+
+def test_stored_tiles_that_lie_side_by_side_come_with_one_read(
+    example_slide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = TileSpec(size_px=224, mpp=0.499)
+    with Slide.open(example_slide) as slide:
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        reader = slide.tile_reader(spec)
+        reads: list[int] = []
+        real = os.pread
+
+        def counted(file: int, length: int, offset: int) -> bytes:
+            reads.append(length)
+            return real(file, length, offset)
+
+        monkeypatch.setattr(os, "pread", counted)
+        block = [grid[row * grid.columns + column] for row in range(4) for column in range(4)]
+        assert not any(isinstance(result, Exception) for result in reader.read_block(block))
+    # 4 x 4 stored tiles, of which each row lies together in the file.
+    assert len(reads) == 4
 
 
 def _counting_decoder(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -27,8 +27,8 @@ _SINGLE_THREAD_PRODUCT = 200_000
 # more zeros; down, they have whole rows to run along.
 _DOWN_BLOCK = 4
 _ACROSS_BLOCK = 16
-# Pixels as floats, at a time: those of a tile, or a strip of a large picture.
-_STRIP_BYTES = 4 << 20
+# Pixels as floats, at a time: what stays in a core's own cache from one step to the next.
+_STRIP_BYTES = 1 << 20
 # What a tile needs is kept for the thread's next one: memory that is new from the kernel costs as
 # much as the products. A large coarse picture's is not.
 _KEPT_BYTES = 8 << 20

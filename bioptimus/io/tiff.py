@@ -9,7 +9,7 @@ processor's cache and reading it again costs a sixth of decoding.
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import cv2
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 CACHE_BYTES = 32 << 20
 # A level that fits is decoded once for the tissue search, the thumbnail and the tiles.
 _KEPT_LEVEL_BYTES = CACHE_BYTES // 4 * 3
+# Compressed bytes of neighbours are read together up to this.
+_MOST_READ_BYTES = 1 << 20
 
 # Rows and columns.
 _Place = tuple[slice, slice]
@@ -129,9 +131,10 @@ class TiffSource:
                 pieces = self._pieces(stored, x // factor[0], y // factor[1], out, factor)
                 for number, place, part in pieces:
                     wanted.setdefault(number, []).append((index, place, part))
+        together = self._bytes_of(level, stored, wanted, factor)
         for number, places in wanted.items():
             try:
-                self._hand_out(level, stored, number, factor, places, outs)
+                self._hand_out(level, stored, number, factor, places, outs, together.get(number))
             except (_UndecodableTileError, SlideReadError) as exc:
                 log.debug("%s: level %d: %s", self._path.name, level, exc)
                 for index, _, _ in places:
@@ -168,8 +171,12 @@ class TiffSource:
 
     def _cut(self, level: int, stored: StoredLevel, x: int, y: int, out: Pixels) -> None:
         """Fill ``out`` with the pixels from (x, y) on."""
-        for number, place, part in self._pieces(stored, x, y, out, (1, 1)):
-            self._hand_out(level, stored, number, (1, 1), [(0, place, part)], [out])
+        pieces = list(self._pieces(stored, x, y, out, (1, 1)))
+        together = self._bytes_of(level, stored, [number for number, _, _ in pieces], (1, 1))
+        for number, place, part in pieces:
+            self._hand_out(
+                level, stored, number, (1, 1), [(0, place, part)], [out], together.get(number)
+            )
 
     def _pieces(
         self, stored: StoredLevel, x: int, y: int, out: Pixels, factor: tuple[int, int]
@@ -203,8 +210,11 @@ class TiffSource:
         factor: tuple[int, int],
         places: Sequence[tuple[int, _Place, _Place]],
         outs: Sequence[Pixels],
+        data: bytes | None,
     ) -> None:
         """Copy one stored tile to its places: (index into ``outs``, place in it, in the tile).
+
+        Its compressed bytes are read if they are not given.
 
         Raises:
             _UndecodableTileError: It cannot be decoded; nothing was copied.
@@ -213,12 +223,12 @@ class TiffSource:
         copied = sum(map(_area, (part for _, _, part in places)))
         nothing_left = copied >= stored.visible_px(number, factor)
         if nothing_left and stored.nbytes > _KEPT_LEVEL_BYTES and key not in self._cache:
-            pixels = self._decoded(stored, number, factor)
+            pixels = self._decoded(stored, number, factor, data)
             for index, place, part in places:
                 outs[index][place] = pixels[part]
             return
         slot = self._cache.acquire(
-            key, stored.shape(number, factor), self._decode_into, stored, number, factor
+            key, stored.shape(number, factor), self._decode_into, stored, number, factor, data
         )
         try:
             for index, place, part in places:
@@ -227,14 +237,21 @@ class TiffSource:
             self._cache.release(slot)
 
     def _decode_into(
-        self, out: Pixels, stored: StoredLevel, number: int, factor: tuple[int, int]
+        self,
+        out: Pixels,
+        stored: StoredLevel,
+        number: int,
+        factor: tuple[int, int],
+        data: bytes | None,
     ) -> None:
         # Measured: decoding into the same warm memory and copying is quicker than decoding into
         # memory that has long left the processor's cache.
-        out[...] = self._decoded(stored, number, factor)
+        out[...] = self._decoded(stored, number, factor, data)
 
-    def _decoded(self, stored: StoredLevel, number: int, factor: tuple[int, int]) -> Pixels:
-        segments = [self._segment(stored, number, plane) for plane in range(stored.planes)]
+    def _decoded(
+        self, stored: StoredLevel, number: int, factor: tuple[int, int], data: bytes | None
+    ) -> Pixels:
+        segments = [self._segment(stored, number, plane, data) for plane in range(stored.planes)]
         pixels = segments[0] if stored.planes == 1 else np.concatenate(segments, axis=2)
         if factor == (1, 1):
             return pixels
@@ -242,14 +259,15 @@ class TiffSource:
         reduced = cv2.resize(pixels, (columns, rows), interpolation=cv2.INTER_AREA)
         return np.asarray(reduced, dtype=np.uint8)
 
-    def _segment(self, stored: StoredLevel, number: int, plane: int) -> Pixels:
+    def _segment(self, stored: StoredLevel, number: int, plane: int, data: bytes | None) -> Pixels:
         """(tile height, tile width, samples) pixels of one piece of compressed bytes."""
         index = number + stored.across * stored.down * plane
         length = int(stored.lengths[index])
         if length == 0:
             raise _UndecodableTileError(f"has no data for its tile {number}")
         try:
-            pixels = stored.decode(index, self._bytes_at(int(stored.offsets[index]), length))
+            data = data or self._bytes_at(int(stored.offsets[index]), length)
+            pixels = stored.decode(index, data)
             if pixels.ndim == 2:
                 pixels = pixels[..., None]
             rows, columns, _ = stored.shape(number)
@@ -259,6 +277,44 @@ class TiffSource:
         except DECODE_ERRORS as exc:
             raise _UndecodableTileError(f"cannot decode its tile {number} ({exc})") from exc
         return pixels[:rows]
+
+    def _bytes_of(
+        self, level: int, stored: StoredLevel, numbers: Iterable[int], factor: tuple[int, int]
+    ) -> dict[int, bytes]:
+        """Compressed bytes of stored tiles, those that lie side by side in the file read at once.
+
+        Fewer and longer reads: of a network disk each costs a journey, and each passes the
+        interpreter lock on. Only those that gain by it are in the result.
+        """
+        missing = [n for n in dict.fromkeys(numbers) if (level, n, factor) not in self._cache]
+        if stored.planes > 1 or len(missing) < 2:
+            return {}
+        found: dict[int, bytes] = {}
+        offsets, lengths = stored.offsets[missing].tolist(), stored.lengths[missing].tolist()
+        runs: list[list[tuple[int, int, int]]] = []
+        for offset, length, number in sorted(zip(offsets, lengths, missing, strict=True)):
+            if length == 0:
+                continue
+            last = runs[-1] if runs else []
+            if (
+                last
+                and offset == last[-1][0] + last[-1][1]
+                and (offset + length - last[0][0] <= _MOST_READ_BYTES)
+            ):
+                last.append((offset, length, number))
+            else:
+                runs.append([(offset, length, number)])
+        for run in runs:
+            if len(run) == 1:
+                continue
+            start = run[0][0]
+            try:
+                data = self._bytes_at(start, run[-1][0] + run[-1][1] - start)
+            except DECODE_ERRORS:
+                continue  # one by one, each tile's own fault is found
+            for offset, length, number in run:
+                found[number] = data[offset - start : offset - start + length]
+        return found
 
     def _bytes_at(self, offset: int, length: int) -> bytes:
         file = self._file
