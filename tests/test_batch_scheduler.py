@@ -261,6 +261,92 @@ def test_malformed_request_among_200_fails_alone() -> None:
     batcher.shutdown(wait=True)
 
 
+def test_requests_asked_for_together_each_have_their_own_outcome() -> None:
+    def before(number: int) -> None:
+        if number == 2:
+            raise RuntimeError("device lost")
+
+    model, runner = fake_model(before=before)
+    batcher = scheduler(model, size=4, wait=20.0, batches_in_flight=1)
+
+    async def work() -> list[Any]:
+        alone = asyncio.create_task(batcher.predict(request(100)))
+        await asyncio.sleep(0)
+        requests = [request(i) for i in range(11)]
+        requests[5] = ModelRequest(image_data="AAAA")
+        outcomes = await batcher.predict_all(requests)
+        return [await alone, *outcomes, *await batcher.predict_all([])]
+
+    alone, *outcomes = run(work())
+    # The one that waited already shares the first pass; the malformed one has no place in any.
+    assert runner.batches == [4, 4, 3]
+    assert alone.x == 100
+    kinds = [type(outcome) for outcome in outcomes]
+    assert (
+        kinds
+        == [ModelResponse] * 3
+        + [_ForwardError] * 2
+        + [RequestError]
+        + [_ForwardError] * 2
+        + [ModelResponse] * 3
+    )
+    assert [outcome.x for outcome in outcomes[8:]] == [8, 9, 10]
+    failed = {id(outcome) for outcome in outcomes if isinstance(outcome, _ForwardError)}
+    assert len(failed) == 4, "tiles must not share one exception"
+    assert batcher._unanswered == set()
+    batcher.shutdown(wait=True)
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_cancelled_call_for_several_tiles_gives_all_its_places_up(encoded: bool) -> None:
+    async def work() -> list[Any]:
+        tile = pixels(1)
+        kept = weakref.ref(tile)
+        several = [ModelRequest.from_pixels(tile), request(2), request(3)]
+        if encoded:
+            several[1:] = [ModelRequest.from_json(one.to_json()) for one in several[1:]]
+        task = asyncio.create_task(batcher.predict_all(several))
+        await asyncio.sleep(0)
+        del tile, several
+        task.cancel()
+        await asyncio.wait([task])
+        del task
+        gc.collect()
+        assert kept() is None
+        return await settle(start(batcher, 4, 5, 6, 7))
+
+    model, runner = fake_model()
+    batcher = scheduler(model)
+    answers = run(work())
+    assert runner.batches == [4]
+    assert [answer.x for answer in answers] == [4, 5, 6, 7]
+    assert batcher._dead == 0
+    batcher.shutdown(wait=True)
+
+
+def test_shutdown_ends_those_of_several_tiles_that_wait_and_leaves_the_others() -> None:
+    async def work() -> list[Any]:
+        asked = asyncio.create_task(batcher.predict_all([request(i) for i in range(6)]))
+        await asyncio.to_thread(under_way.wait, 10)
+        batcher.shutdown()
+        await asyncio.sleep(0)
+        release.set()
+        outcomes: list[Any] = await asked
+        return outcomes
+
+    under_way, release = threading.Event(), threading.Event()
+
+    def before(_number: int) -> None:
+        under_way.set()
+        assert_set(release)
+
+    model, _ = fake_model(before=before)
+    batcher = scheduler(model, batches_in_flight=1)
+    outcomes = run(work())
+    assert [type(one) for one in outcomes] == [ModelResponse] * 4 + [SchedulerClosedError] * 2
+    batcher.shutdown(wait=True)
+
+
 def test_forward_failure_of_the_third_batch_fails_that_batch_alone() -> None:
     def before(number: int) -> None:
         if number == 3:
@@ -616,22 +702,34 @@ def test_10000_requests_with_cancellations_failures_and_a_late_shutdown_all_end(
 
     async def work() -> list[Any]:
         tasks: list[asyncio.Task[ModelResponse]] = []
+        groups: list[asyncio.Task[Any]] = []
         for i in range(count):
             kind = chance.random()
             one = bad if kind < 0.02 else chance.choice(encoded if kind < 0.3 else typed)
             tasks.append(asyncio.create_task(batcher.predict(one)))
             if chance.random() < 0.1:
                 chance.choice(tasks[-50:]).cancel()
+            if chance.random() < 0.01:
+                several = [chance.choice((bad, *typed, *encoded)) for _ in range(20)]
+                groups.append(asyncio.create_task(batcher.predict_all(several)))
+                if chance.random() < 0.3:
+                    chance.choice(groups).cancel()
             if chance.random() < 0.05:
                 await asyncio.sleep(0)
             if chance.random() < 0.01:
                 batcher.flush()
             if i == count - 100:
                 threading.Thread(target=batcher.shutdown).start()
+        for outcome in await asyncio.gather(*groups, return_exceptions=True):
+            whole = (asyncio.CancelledError, SchedulerClosedError)
+            assert isinstance(outcome, (list, *whole)), outcome
+            if isinstance(outcome, list):
+                assert len(outcome) == 20
+                assert all(isinstance(one, allowed) for one in outcome)
         return await settle(tasks)
 
-    answers = run(work())
     allowed = (ModelResponse, _ForwardError, RequestError, SchedulerClosedError)
+    answers = run(work())
     assert len(answers) == count
     assert all(isinstance(a, (*allowed, asyncio.CancelledError)) for a in answers)
     seen = {type(answer) for answer in answers}

@@ -18,6 +18,7 @@ from bioptimus.errors import RequestError, SchedulerClosedError, UsageError, _Fo
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.clients import Client, log_failures
 from bioptimus.models.clients.local import InProcessClient
+from bioptimus.models.types import InferenceMode
 from tests.models import BOTH, fake_model, request
 from tests.tiny_models import save_tiny
 
@@ -41,6 +42,32 @@ def same(a: ModelResponse, b: ModelResponse) -> bool:
 def test_in_process_client_is_a_client() -> None:
     client: Client = InProcessClient(fake_model()[0])
     assert isinstance(client.embed(request(1).to_json()), str)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize(
+    ("verb", "mode"),
+    [
+        ("predict", "prediction"),
+        ("embed", "embedding"),
+        ("predict_with_embedding", "prediction_with_embedding"),
+    ],
+)
+def test_tiles_asked_for_together_have_the_answers_of_each_alone(
+    verb: str, mode: str, dynamic: bool
+) -> None:
+    model, _ = fake_model(BOTH)
+    asked_for = InferenceMode(mode)
+    tiles = [request(seed) for seed in range(7)]
+    bad = ModelRequest(image_data="AAAA")
+    with InProcessClient(model, max_batch_size=3, dynamic_batching=dynamic) as client:
+        *answers, error = asyncio.run(client.answer_many_async([*tiles, bad], asked_for))
+        for tile, answer in zip(tiles, answers, strict=True):
+            assert isinstance(answer, ModelResponse)
+            assert same(answer, getattr(client, verb)(tile))
+        assert isinstance(error, RequestError)
+    with pytest.raises(SchedulerClosedError):
+        asyncio.run(client.answer_many_async(tiles, asked_for))
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
