@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 import pytest
 
+from bioptimus.batch.inputs import DICOM_EXTENSIONS, SLIDE_EXTENSIONS
 from tests.conftest import EXAMPLE_SLIDE, ROOT
 from tests.slurm import SlurmCluster, missing_for_slurm
 
@@ -45,38 +46,85 @@ def assert_embedded(out: Path, names: list[str]) -> None:
             assert len(file["features"]) == len(file["coords"]) > 0
 
 
+def loop(cohort: Path, out: Path, environment: dict[str, str], *words: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [EXAMPLES / "loop.sh", cohort, out, *(words or OPTIONS)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
 @pytest.mark.slow
 def test_shell_loop_embeds_each_slide_and_goes_on_after_a_bad_one(
     slides: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     cohort = tmp_path / "my cohort"
-    cohort.mkdir()
-    shutil.copy(slides / "b c.svs", cohort)
+    for patient in ("a", 'b, "second" try'):
+        (cohort / patient).mkdir(parents=True)
+        shutil.copy(slides / "a.svs", cohort / patient / "he 1.svs")
     (cohort / "a bad.svs").write_bytes(b"no slide")
-    loop = subprocess.run(
-        [EXAMPLES / "loop.sh", cohort, tmp_path / "out", *OPTIONS],
+    code, told = loop(cohort, tmp_path / "out", environment)
+    assert code == 1, told
+    assert told.endswith("1 slides failed\n")
+    made = sorted(path.relative_to(tmp_path / "out") for path in tmp_path.rglob("*.h5"))
+    assert [str(path) for path in made] == [
+        "lite0/a/he 1.h5",
+        'lite0/b, "second" try/he 1.h5',
+    ]
+    # The command over the folder finds them done, each in its place.
+    (cohort / "a bad.svs").unlink()
+    done = subprocess.run(
+        ["bioptimus", "embed", cohort, "--out", tmp_path / "out", *OPTIONS],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert loop.returncode == 1, loop.stderr
-    assert loop.stderr.endswith("1 slides failed\n")
-    assert_embedded(tmp_path / "out", ["b c.h5"])
+    assert "2 skipped; report: " in done.stderr
+
+
+def test_shell_loop_takes_every_kind_of_slide_but_dicom(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    kinds = [each for each in SLIDE_EXTENSIONS if each not in DICOM_EXTENSIONS]
+    cohort = tmp_path / "cohort"
+    cohort.mkdir()
+    for extension in kinds:
+        (cohort / f"{extension[1:]}{extension.upper()}").touch()
+    (cohort / "notes.txt").touch()
+    command = tmp_path / "bin" / "bioptimus"
+    command.parent.mkdir()
+    # Stands for the program: what it is given is all that counts here.
+    command.write_text(f"#!/bin/sh\ncat >> '{tmp_path}/given'\n")
+    command.chmod(0o755)
+    path = {"PATH": f"{command.parent}:{environment['PATH']}"}
+    code, told = loop(cohort, tmp_path / "out", environment | path)
+    assert (code, told) == (0, "0 slides failed\n")
+    given = (tmp_path / "given").read_text().splitlines()
+    names = sorted(f"{extension[1:]}{extension.upper()}" for extension in kinds)
+    assert given[1::2] == [f'"{cohort}/{name}","{name}"' for name in names]
+
+
+def test_shell_loop_refuses_two_slides_of_one_result(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    for name in ("x.svs", "x.ome.tif", "y.svs"):
+        (tmp_path / name).touch()
+    code, told = loop(tmp_path, tmp_path / "out", environment)
+    assert code == 2
+    assert told.startswith(f"several slides of one name: {tmp_path}/x; ")
+    assert not (tmp_path / "out").exists()
 
 
 def test_shell_loop_stops_at_wrong_usage(
     slides: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    loop = subprocess.run(
-        [EXAMPLES / "loop.sh", slides, tmp_path / "out", "--nonsense"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert loop.returncode == 2
-    assert loop.stderr.count("--nonsense") == 1
+    code, told = loop(slides, tmp_path / "out", environment, "--nonsense")
+    assert code == 2
+    assert told.count("--nonsense") == 1
 
 
 @pytest.fixture
