@@ -126,7 +126,7 @@ def test_a_larger_batch_that_fails_for_another_reason_is_left_out_too() -> None:
 
 
 def test_a_model_that_computes_no_single_tile_is_an_error() -> None:
-    with pytest.raises(OutOfDeviceMemoryError, match="with 1 tiles in a batch"):
+    with pytest.raises(OutOfDeviceMemoryError, match="with a single tile"):
         search(Device(filled_by(8), only(0)))
     with pytest.raises(_ForwardError, match="no room"):
         search(Device(filled_by(8), only(0, ValueError)))
