@@ -56,7 +56,7 @@ SlideState = Literal["ok", "skipped", "empty", "failed", "stopped"]
 
 # Rows are made safe against power loss this often; a kill loses nothing that was written.
 _FLUSH_SECONDS = 5.0
-# Tiles under way per slide, in batches: one in the model, one waiting, one being read.
+# Tiles that are with the model per slide, in batches: two in passes, one waiting.
 _BATCHES_UNDER_WAY = 3
 # The 10 of "magnification = 10 / mpp": a 10x objective gives about 1 µm per pixel.
 _MAGNIFICATION_TIMES_MPP = 10.0
@@ -228,6 +228,7 @@ def process_slide(
     stop: StopSignal,
     listener: SlideListener,
     segmenter: Segmenter | None = None,
+    readers_at_once: int = 2,
 ) -> SlideReport:
     """Embed or predict one slide and write its file.
 
@@ -241,6 +242,7 @@ def process_slide(
         stop: Once it says so, no more tiles are read; what is under way lands and is written.
         listener: Hears the progress.
         segmenter: Finds the tissue where the options name a model for it.
+        readers_at_once: How many of the threads this slide may keep busy.
 
     Returns:
         What became of the slide. An error does not leave this function: it is the report's
@@ -251,7 +253,7 @@ def process_slide(
     report = SlideReport(slide=str(job.path), extra=dict(job.extra))
     start = time.perf_counter()
     try:
-        _process(job, report, client, options, readers, stop, listener, segmenter)
+        _process(job, report, client, options, readers, readers_at_once, stop, listener, segmenter)
     except StoppedError as exc:
         report.state, report.reason, report.error = "stopped", str(exc), exc
     except BioptimusError as exc:
@@ -290,6 +292,7 @@ def _process(
     client: InProcessClient,
     options: SlideOptions,
     readers: Executor,
+    readers_at_once: int,
     stop: StopSignal,
     listener: SlideListener,
     segmenter: Segmenter | None,
@@ -338,6 +341,7 @@ def _process(
                     client=client,
                     options=options,
                     readers=readers,
+                    readers_at_once=readers_at_once,
                     stop=stop,
                     listener=listener,
                     plan=plan,
@@ -594,6 +598,7 @@ class _SlideWork:
     client: InProcessClient
     options: SlideOptions
     readers: Executor
+    readers_at_once: int
     stop: StopSignal
     listener: SlideListener
     plan: SlidePlan
@@ -648,8 +653,8 @@ class _SlideWork:
 
     def _lane_count(self, blocks: list[npt.NDArray[np.int64]]) -> int:
         mean_block = max(1, sum(map(len, blocks)) // max(1, len(blocks)))
-        wanted = math.ceil(_BATCHES_UNDER_WAY * self.client.max_batch_size / mean_block) + 1
-        return max(1, min(wanted, len(blocks)))
+        with_the_model = math.ceil(_BATCHES_UNDER_WAY * self.client.max_batch_size / mean_block)
+        return max(1, min(self.readers_at_once + with_the_model, len(blocks)))
 
     async def _block(self, rows: npt.NDArray[np.int64]) -> None:
         reading = self.readers.submit(self._read, rows)

@@ -1,6 +1,7 @@
 """One slide from file to file, with models that misbehave."""
 
 import gc
+import itertools
 import json
 import logging
 import threading
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 
 from bioptimus.errors import OutOfDeviceMemoryError
 from bioptimus.inference.schemas import ModelRequest
-from bioptimus.io.wsi import OpenOptions
+from bioptimus.io.wsi import OpenOptions, TileReader
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import ModelSpec
 from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport, process_slide
@@ -89,19 +91,21 @@ def run(
     batch: int = 16,
     listener: Listener | None = None,
     options: SlideOptions | None = None,
+    reader_threads: int = 2,
 ) -> SlideReport:
     listener = listener or Listener()
     options = options or SlideOptions(plan=PlanOptions(tissue="none"))
     model = BaseServerModel.from_runner(SPEC, runner)
     with (
         InProcessClient(model, max_batch_size=batch, max_wait_ms=5) as client,
-        ThreadPoolExecutor(2) as readers,
+        ThreadPoolExecutor(reader_threads) as readers,
     ):
         return process_slide(
             SlideJob(path=slide, output=slide.with_suffix(".h5"), name=slide.name),
             client=client,
             options=options,
             readers=readers,
+            readers_at_once=reader_threads,
             stop=listener,
             listener=listener,
         )
@@ -110,6 +114,20 @@ def run(
 def features(slide: Path) -> npt.NDArray[np.float32]:
     with h5py.File(slide.with_suffix(".h5")) as file:
         return np.asarray(file["features"][:], np.float32)
+
+
+def test_one_slide_keeps_all_readers_busy(slide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, number = threading.Barrier(6), itertools.count()
+    real = TileReader.read_block
+
+    def read(reader: TileReader, tiles: Any) -> Any:
+        if next(number) < 6:
+            together.wait(20)  # for six to read at the same time, or the slide fails
+        return real(reader, tiles)
+
+    monkeypatch.setattr(TileReader, "read_block", read)
+    report = run(slide, Runner(), batch=4, reader_threads=6)
+    assert (report.state, report.tiles_done) == ("ok", TILES)
 
 
 def test_every_planned_tile_becomes_a_row_in_plan_order(slide: Path) -> None:

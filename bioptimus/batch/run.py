@@ -439,6 +439,7 @@ def _run_jobs(
         else contextlib.nullcontext() as stager,
     ):
         workers.client, workers.readers = client, readers
+        workers.readers_per_slide = plan.readers_per_slide
         workers.stager, workers.segmenter = stager, segmenter
         reports = workers.run(plan.workers)
         run_file.add_model(
@@ -506,6 +507,7 @@ class _Workers:
     failed: MutableSequence[int]
     client: InProcessClient = field(init=False)
     readers: ThreadPoolExecutor = field(init=False)
+    readers_per_slide: int = field(init=False)
     stager: Stager | None = field(init=False, default=None)
     segmenter: Segmenter | None = field(init=False, default=None)
     _next: int = 0
@@ -690,6 +692,7 @@ class _Workers:
                 client=self.client,
                 options=self.config.slide,
                 readers=self.readers,
+                readers_at_once=self.readers_per_slide,
                 stop=self,
                 listener=self.listener,
                 segmenter=self.segmenter,

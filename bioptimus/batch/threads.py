@@ -7,6 +7,8 @@ from bioptimus.runtime.runners import available_cores
 # A slide that opens, finds its tissue or ends leaves the model to another one meanwhile.
 _MIN_WORKERS = 2
 _MAX_WORKERS = 8
+# Blocks of tiles of all slides that are being read or wait for the model: 5 MiB each.
+_MOST_BLOCKS = 48
 # A slide's scheduler has this many batches under way.
 _PASSES_PER_SLIDE = 2
 
@@ -26,6 +28,11 @@ class ThreadPlan:
     readers: int
     passes: int
     threads: int
+
+    @property
+    def readers_per_slide(self) -> int:
+        """Readers that one slide may keep busy; all of them, unless many slides are under way."""
+        return max(1, min(self.readers, _MOST_BLOCKS // self.workers))
 
 
 def plan_threads(
