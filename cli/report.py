@@ -12,6 +12,13 @@ from cli.progress import HELD, say, without_name
 
 def report(
     out: Annotated[Path, typer.Argument(help="The --out folder of one or more runs.")],
+    slides: Annotated[
+        bool,
+        typer.Option(
+            "--slides",
+            help="Also list every slide: state, tiles, speed, and where its seconds went.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     html: Annotated[
         Path | None,
@@ -21,7 +28,7 @@ def report(
         ),
     ] = None,
 ) -> int:
-    """Sum up all runs below an output folder and list what is missing.
+    """Sum up all runs below an output folder and list what failed or is missing.
 
     Exit code 1 when a slide failed, was stopped, or was never accounted for, or when the folder
     holds no run.
@@ -37,12 +44,14 @@ def report(
     if json:
         _print_json(summary)
     else:
+        if slides:
+            _print_slides(summary)
         _print_text(summary)
     if html is not None:
         from bioptimus.report_html import write_html
 
-        slides = write_html(out, html)
-        say(f"{html}: {counted(slides, 'slide')}", err=True)
+        count = write_html(out, html)
+        say(f"{html}: {counted(count, 'slide')}", err=True)
     unfinished = any(each["state"] in ("failed", "stopped") for each in summary.slides.values())
     return 1 if unfinished or summary.missing else 0
 
@@ -53,6 +62,29 @@ def _print_json(summary: Any) -> None:
     import orjson
 
     typer.echo(orjson.dumps(asdict(summary), option=orjson.OPT_INDENT_2).decode())
+
+
+_PARTS = ("total", "open", "tissue", "read", "wait", "forward", "write")
+"""Of a slide's seconds. Reading is summed over threads, so parts may exceed the total."""
+
+
+def _print_slides(summary: Any) -> None:
+    """A table of all slides; of several models each slide's line ends with the model."""
+    heads = ("state", "tiles", "failed", "tiles/s", *(f"{part} s" for part in _PARTS))
+    rows = [
+        (
+            record["state"],
+            str(record["tiles_done"]),
+            str(record["tiles_failed"]),
+            f"{record.get('tiles_per_second', 0):.0f}",
+            *(f"{record['seconds'].get(part, 0):.1f}" for part in _PARTS),
+        )
+        for record in summary.slides.values()
+    ]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for cells, name in zip([heads, *rows], ["slide", *summary.slides], strict=True):
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        say(f"{'  '.join(padded)}  {name}")
 
 
 def _print_text(summary: Any) -> None:

@@ -174,6 +174,46 @@ def test_result_that_has_gone_is_no_done_slide_and_one_that_moved_with_its_folde
     assert main(["report", str(moved)]) == 1
 
 
+def test_every_slide_and_where_its_time_went_are_listed_when_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(run_file(tmp_path)) as run:
+        output = tmp_path / "a.h5"
+        output.touch()
+        seconds = Timings(open=0.25, read=1.5, wait=2, forward=13.5, total=4)
+        run.add(
+            SlideReport(slide="a.svs", state="ok", output=str(output), tiles_done=1200,
+                        seconds=seconds)
+        )  # fmt: skip
+        run.add(SlideReport(slide="b.svs", state="failed", reason="b.svs: is odd", tiles_failed=3))
+    assert main(["report", str(tmp_path), "--slides"]) == 1
+    heads, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert [word for word in heads if word != "s"] == [
+        *("state", "tiles", "failed", "tiles/s", "total", "open", "tissue", "read", "wait"),
+        *("forward", "write", "slide"),
+    ]
+    ok, failed = lines[:2]
+    assert ok == [
+        *("ok", "1200", "0", "300", "4.0", "0.2", "0.0", "1.5", "2.0", "13.5", "0.0"),
+        str(Path("a.svs").absolute()),
+    ]
+    assert (failed[0], failed[2], failed[-1]) == ("failed", "3", str(Path("b.svs").absolute()))
+    assert lines[2] == ["failed:", "b.svs:", "is", "odd"]
+
+
+def test_a_folder_without_runs_is_told_with_what_to_do(tmp_path: Path) -> None:
+    out, model = tmp_path / "my out", tmp_path / "my out" / "m"
+    model.mkdir(parents=True)
+    with pytest.raises(OutputError, match=r"json here; give the folder that --out named$"):
+        read_runs(out)
+    (model / "a.h5").touch()
+    with pytest.raises(OutputError, match=r"looked at by: bioptimus verify '.*/my out'$"):
+        read_runs(out)
+    run_file(out).close()
+    with pytest.raises(OutputError, match=f"give the folder above it, {out}, that --out named$"):
+        read_runs(model)
+
+
 def test_slide_that_failed_on_one_device_is_not_called_stopped_for_the_other() -> None:
     job = SlideJob(path=Path("a.svs"), output=Path("a.h5"), name="a.svs")
     for reports in ((FAILED, NOT_STARTED), (NOT_STARTED, FAILED)):

@@ -239,5 +239,7 @@ def test_slide_without_tissue_leaves_a_finished_file_and_nothing_else(
 
 def test_report_of_a_folder_that_no_run_wrote_says_so(tmp_path: Path) -> None:
     """FIELD 97."""
-    with pytest.raises(OutputError, match=r"no runs/\*\.json here; is this an --out folder\?"):
+    with pytest.raises(
+        OutputError, match=r"no runs/\*\.json here; give the folder that --out named"
+    ):
         read_runs(tmp_path)

@@ -452,7 +452,7 @@ def test_a_folder_that_is_not_there_is_wrong_usage_and_one_without_runs_a_failur
     words = f"error: {gone}: no such folder; give the one that --out named\n"
     assert capsys.readouterr().err == words
     assert main(["report", str(tmp_path)]) == 1
-    assert "is this an --out folder?" in capsys.readouterr().err
+    assert "give the folder that --out named" in capsys.readouterr().err
     for place in (tmp_path, gone.with_name("file") / "page.html"):
         gone.with_name("file").touch()
         assert main(["report", str(tmp_path), "--html", str(place)]) == 2

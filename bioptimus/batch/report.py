@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -323,7 +324,7 @@ def read_runs(out: Path) -> RunsSummary:
     """
     paths = sorted((out / RUNS_FOLDER).glob("*.json"))
     if not paths:
-        raise OutputError(f"{out}: no {RUNS_FOLDER}/*.json here; is this an --out folder?")
+        raise OutputError(f"{out}: no {RUNS_FOLDER}/*.json here; {_where_else(out)}")
     accounts = _Accounts(out)
     for path in paths:
         run: dict[str, Any] = {}
@@ -336,6 +337,15 @@ def read_runs(out: Path) -> RunsSummary:
                 run = record if record.get("kind") == "run" else run
                 accounts.take(run, record)
     return accounts.summary()
+
+
+def _where_else(out: Path) -> str:
+    """What to do about a folder that holds no account of runs."""
+    if any((out.absolute().parent / RUNS_FOLDER).glob("*.json")):
+        return f"give the folder above it, {out.absolute().parent}, that --out named"
+    if next(out.rglob("*.h5"), None) is not None:
+        return f"the results themselves are looked at by: bioptimus verify {shlex.quote(str(out))}"
+    return "give the folder that --out named"
 
 
 _KEYS = {
