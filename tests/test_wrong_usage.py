@@ -140,7 +140,13 @@ def test_folder_that_may_not_be_written_is_refused(
 ) -> None:
     # The system is asked, and root may write everywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != ".")
-    with pytest.raises(UsageError, match=r"--out new/below: \. cannot be written"):
+    told = r"--out new/below: \. cannot be written \(Permission denied\); choose another folder"
+    with pytest.raises(UsageError, match=told):
+        refuse_unwritable(Path("new") / "below", option="--out")
+    # No permission would help, and the owner of the folder cannot mend it.
+    read_only = os.statvfs_result((0, 0, 0, 0, 0, 0, 0, 0, os.ST_RDONLY, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: read_only)
+    with pytest.raises(UsageError, match=r"\. cannot be written \(Read-only file system\)"):
         refuse_unwritable(Path("new") / "below", option="--out")
 
 

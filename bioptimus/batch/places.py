@@ -1,5 +1,6 @@
 """Whether folders and files that options name can be used at all, before any work is done."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -14,7 +15,8 @@ def refuse_unwritable(folder: Path, *, option: str) -> None:
         option: What named it, for the message.
 
     Raises:
-        UsageError: A file stands in its place or in its way, or writing is not permitted.
+        UsageError: A file stands in its place or in its way, writing is not permitted, or the
+            file system is read-only.
     """
     there = folder
     while not os.path.lexists(there) and there != there.parent:
@@ -23,9 +25,11 @@ def refuse_unwritable(folder: Path, *, option: str) -> None:
         what = "is a file, not a folder" if there.exists() else "is a link to nothing"
         raise UsageError(f"{option} {folder}: {there} {what}; choose another folder")
     if not os.access(there, os.W_OK | os.X_OK):
+        # Not told by access(), and somebody else's to mend.
+        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        why = os.strerror(errno.EROFS if read_only else errno.EACCES)
         raise UsageError(
-            f"{option} {folder}: {there} cannot be written (permission denied); choose another "
-            "folder"
+            f"{option} {folder}: {there} cannot be written ({why}); choose another folder"
         )
 
 
