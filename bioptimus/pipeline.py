@@ -42,7 +42,7 @@ from bioptimus.inference.layout import STORED_TYPES, digest_of
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
 from bioptimus.io.resolution import MPP_COLUMN
-from bioptimus.io.wsi import OpenOptions, Slide, TileReader
+from bioptimus.io.wsi import CoarseImage, OpenOptions, Slide, TileReader
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.omics import BulkRNA, read_bulk_rna
@@ -308,6 +308,7 @@ def _process(
         report.mpp, report.mpp_source = slide.mpp, slide.resolution.source
         report.reader = slide.reader
         report.warnings.extend(slide.warnings)
+        told = len(slide.warnings)
         model_sha256 = client.model.checkpoint_sha256
         parameters = digest_parameters(slide, spec, model_sha256, options, planning, bulk_rna)
         digest = digest_of(parameters)
@@ -323,9 +324,15 @@ def _process(
         report.tiles_planned = len(plan.kept)
         # Before the part: a slide that is refused leaves none.
         tiles = slide.tile_reader(plan.spec)
+        thumbnail = slide.thumbnail(_THUMBNAIL_PX)
+        # Of damage that the coarse pictures met.
+        for warning in slide.warnings[told:]:
+            report.warnings.append(warning)
+            listener.note(job, warning)
         file_plan = _file_plan(
-            slide, plan, client, options, planning, job, digest, parameters, report.warnings
-        )
+            slide, plan, thumbnail, client, options, planning, job, digest, parameters,
+            report.warnings,
+        )  # fmt: skip
         with report.seconds.measure("write"):
             writer = HDF5Writer.open(job.output, file_plan, overwrite=options.overwrite)
         try:
@@ -506,6 +513,7 @@ def rows_plan(
 def _file_plan(
     slide: Slide,
     plan: SlidePlan,
+    thumbnail: CoarseImage,
     client: InProcessClient,
     options: SlideOptions,
     planning: PlanOptions,
@@ -515,7 +523,6 @@ def _file_plan(
     warnings: Sequence[str],
 ) -> FilePlan:
     spec = client.model.model_spec
-    thumbnail = slide.thumbnail(_THUMBNAIL_PX)
     tile = plan.spec
     return replace(
         rows_plan(plan, spec, options, digest=digest, parameters=parameters),

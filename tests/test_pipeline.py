@@ -333,6 +333,22 @@ def test_unreadable_tile_becomes_a_failed_tile_not_a_row(slide: Path) -> None:
     assert len(features(slide)) == TILES - 16
 
 
+def test_damage_that_is_taken_for_tissue_is_told_once_and_kept_in_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slide = write_pyramid(tmp_path / "slide.tif", tissue(1024, 1024), mpp=0.5, factors=(1,))
+    damage_tile(slide, level=0, index=5)
+    listener = Listener()
+    options = SlideOptions(max_failed_tiles=0.5)
+    assert run(slide, Runner(), options=options, listener=listener).state == "ok"
+    told = "slide.tif: level 0 is damaged: what cannot be read counts as tissue"
+    assert [note.startswith(told) for note in listener.notes] == [True]
+    assert "level 0 is damaged:" not in caplog.text
+    with h5py.File(slide.with_suffix(".h5")) as file:
+        assert list(file.attrs["warnings"]) == listener.notes
+        assert len(file["failed_tiles"]) == 16
+
+
 def test_too_many_unreadable_tiles_fail_the_slide(slide: Path) -> None:
     damage_tile(slide, level=0, index=5)
     report = run(slide, Runner())

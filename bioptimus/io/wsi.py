@@ -291,16 +291,28 @@ class Slide:
         failure: SlideReadError | None = None
         for level in finer_levels(self.level_downsamples, best.level):
             try:
-                return self._coarse_from(level, wanted)
+                picture = self._coarse_from(level, wanted)
             except SlideReadError as exc:
                 failure = failure or exc
-                log.warning("%s: level %d is damaged, no coarse picture from it", self.name, level)
+                continue
+            if failure is not None:
+                self._warn_of_damage(best.level, "a finer level stands in for it")
+            return picture
         # No level is whole, as in a damaged slide of one level: small squares lose least.
         picture = self._coarse_from(best.level, wanted, square_px=_DAMAGED_SQUARE_PX)
         if picture.damaged is not None and picture.damaged.all():
             assert failure is not None
             raise failure
+        self._warn_of_damage(
+            best.level, "what cannot be read counts as tissue, so that its tiles are tried"
+        )
         return picture
+
+    def _warn_of_damage(self, level: int, consequence: str) -> None:
+        """Tell of a damaged level once, however many pictures are made."""
+        start = f"{self.name}: level {level} is damaged"
+        if not any(warning.startswith(start) for warning in self.warnings):
+            self.warnings.append(f"{start}: {consequence}; copy the slide again")
 
     def _coarse_from(
         self, level: int, wanted: tuple[float, float], *, square_px: int | None = None
