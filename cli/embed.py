@@ -52,7 +52,7 @@ def embed(
 
     Finds the tissue, cuts tiles at the model's scale, runs the model and writes features and
     coordinates. A rerun goes on where the last one ended. Exit code: 0 all done, 1 a slide
-    failed, 2 wrong usage, 130 / 143 stopped by a signal (what was computed is kept).
+    failed, 2 wrong usage, 130 / 143 / 129 stopped by a signal (what was computed is kept).
     """
     from bioptimus.models.types import InferenceMode
     from cli.run_slides import run_slides

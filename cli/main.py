@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: What follows the command's name; those of the process if not given.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong usage, 130 / 143 stopped by a signal.
+        The exit code: 0 done, 1 failed, 2 wrong usage, 130 / 143 / 129 stopped by a signal.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = _wants_json(words)
@@ -181,8 +181,8 @@ def _log_to_stderr(*, verbose: bool, as_json: bool) -> None:
     for package in ("bioptimus", "cli"):
         logger = logging.getLogger(package)
         logger.handlers = [handler]
-        if verbose:
-            logger.setLevel(logging.DEBUG)
+        # Also back: a process may run several commands, as tests do.
+        logger.setLevel(logging.DEBUG if verbose else logging.NOTSET)
 
 
 def _print_error(text: str, code: int, *, as_json: bool) -> None:

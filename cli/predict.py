@@ -70,7 +70,7 @@ def predict(
 
     With --with-embeddings, the embeddings of the same forward pass are written too. A rerun
     goes on where the last one ended. Exit code: 0 all done, 1 a slide failed, 2 wrong usage,
-    130 / 143 stopped by a signal (what was computed is kept).
+    130 / 143 / 129 stopped by a signal (what was computed is kept).
     """
     from bioptimus.models.types import InferenceMode
     from cli.run_slides import run_slides

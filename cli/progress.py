@@ -82,7 +82,7 @@ class LineProgress:
         self._line(f"{job.name}: {without_name(message, job.name)}")
 
     def stopping(self) -> None:
-        """Say that the first Ctrl-C, or SIGTERM, was heard."""
+        """Say that the first signal to stop was heard."""
         self._line(STOPPING)
 
     def abandon(self) -> None:

@@ -69,8 +69,8 @@ def render(app: typer.Typer) -> str:
         "Made from the commands themselves; `bioptimus COMMAND --help` says the same. Results go "
         "to standard output, progress and errors to standard error. Every option can be set in "
         "the environment, under the name given below it.",
-        "Exit codes: 0 all done, 1 something failed, 2 wrong usage, 130 and 143 stopped by "
-        "Ctrl-C and by SIGTERM.",
+        "Exit codes: 0 all done, 1 something failed, 2 wrong usage, 130, 143 and 129 stopped "
+        "by Ctrl-C, SIGTERM and SIGHUP.",
     ]
     parts += [_section(entry) for entry in entries(app)]
     return "\n\n".join(parts) + "\n"

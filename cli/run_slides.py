@@ -33,7 +33,7 @@ def run_slides(options: Mapping[str, Any], *, mode: "InferenceMode") -> int:
         mode: What the model is asked for.
 
     Returns:
-        The exit code: 0, 1 if a slide failed, 130 / 143 after SIGINT / SIGTERM.
+        The exit code: 0, 1 if a slide failed, 130 / 143 / 129 after SIGINT / SIGTERM / SIGHUP.
     """
     if options["dry_run"]:
         from cli.dry_run import show_plan

@@ -66,7 +66,9 @@ def output_of(process: subprocess.Popen[str]) -> IO[str]:
     return process.stdout
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_first_signal_lets_threads_land_and_gives_the_exit_code(
     number: signal.Signals, code: int
 ) -> None:
@@ -88,7 +90,23 @@ def test_second_signal_ends_a_process_whose_worker_hangs() -> None:
     assert (run.returncode, out, err) == (143, "", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
+def test_end_of_the_terminal_told_behind_another_signal_lets_threads_land(
+    first: signal.Signals,
+) -> None:
+    run = start(RUN, "stubborn")
+    assert output_of(run).readline() == "ready\n"
+    run.send_signal(first)
+    assert output_of(run).readline() == "main stops\n"
+    for _ in range(2):
+        run.send_signal(signal.SIGHUP)
+    # Not ended by those: it hears one more signal, and that is the second one.
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=30)
+    assert run.returncode == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_children_get_the_signal_once_also_from_a_terminal(number: signal.Signals) -> None:
     parent = start(PARENT, RUN)
     assert output_of(parent).readline().startswith("ready ")

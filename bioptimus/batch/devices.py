@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from bioptimus.batch.inputs import write_list
 from bioptimus.batch.report import RUNS_FOLDER, is_left_to_another_job, merge_reports
 from bioptimus.batch.run import RunConfig, RunListener, RunResult, list_work, run
-from bioptimus.batch.signals import StopFlag
+from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
 from bioptimus.errors import BioptimusError
 from bioptimus.pipeline import SlideJob, SlideReport, StopSignal
 from bioptimus.runtime.runners import available_cores
@@ -37,7 +37,6 @@ _Reader = connection.Connection
 _Writer = connection.Connection
 
 _POLL_SECONDS = 0.2
-_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal) -> RunResult:
@@ -130,7 +129,7 @@ def _run_processes(
 
 def _start(process: SpawnProcess) -> None:
     """Start a process that hears no signal before it is ready for them; see `_run_one`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         process.start()
     finally:
@@ -304,14 +303,15 @@ class _SendingListener:
 
 def _run_one(config: RunConfig, writer: _Writer, failed: MutableSequence[int]) -> None:
     """In a process of its own: run on one device."""
-    # A Ctrl-C at the terminal goes to the parent alone, which tells each process once: a second
-    # signal would mean "at once". Signals have been held back so far, for they would have ended
-    # the imports above with a traceback. What the terminal sent meanwhile is dropped, the
-    # parent's word is heard.
+    # A Ctrl-C at the terminal, or its end, is told to the parent alone, which tells each process
+    # once: a second signal would mean "at once". Signals have been held back so far, for they
+    # would have ended the imports above with a traceback. What the terminal sent meanwhile is
+    # dropped, the parent's word is heard.
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.signal(number, signal.SIG_IGN))
     with StopFlag() as flag, contextlib.closing(_Sender(writer)) as events:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             run(config, listener=_SendingListener(events), stop=_OrOrphaned(flag), failed=failed)
         except BioptimusError as exc:

@@ -1,4 +1,4 @@
-"""Stop a run cleanly on Ctrl-C or SIGTERM, and at once on the second."""
+"""Stop a run cleanly on Ctrl-C, SIGTERM or SIGHUP, and at once on the second."""
 
 import os
 import signal
@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # How long a stop may go unnoticed by a main thread that waits.
 STEP_S = 0.1
 
 
 class StopFlag:
-    """Set by the first SIGINT or SIGTERM; the second ends the process at once.
+    """Set by the first SIGINT, SIGTERM or SIGHUP; the second ends the process at once.
 
     Used as a context manager in the main thread, where Python runs signal handlers. Workers in
     any thread look at ``stopped`` between pieces of work; the main thread must not block for
@@ -22,7 +22,8 @@ class StopFlag:
 
     The second signal ends the process through ``os._exit`` with the same code: no ``finally``
     runs and no thread is waited for. That loses what was computed since the last flush, as
-    ``kill -9`` would: parts resume, and claims are seen to be a dead process's.
+    ``kill -9`` would: parts resume, and claims are seen to be a dead process's. A SIGHUP is
+    never the second one: that a terminal was closed, kernel and shell tell at the same moment.
 
     Child processes come from ``start_child``: in a process group of their own, so that a
     terminal's Ctrl-C does not reach them, and each signal is passed on to them exactly once.
@@ -50,7 +51,7 @@ class StopFlag:
 
     @property
     def exit_code(self) -> int | None:
-        """130 after SIGINT, 143 after SIGTERM, None before either."""
+        """130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP, None before any."""
         return None if self._signal is None else 128 + self._signal
 
     def wait(self, timeout_s: float) -> bool:
@@ -79,7 +80,7 @@ class StopFlag:
         return child
 
     def __enter__(self) -> Self:
-        for number in _SIGNALS:
+        for number in STOP_SIGNALS:
             # Ignored from the start, as by nohup or a shell's "&": leave it so.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._receive)
@@ -91,8 +92,8 @@ class StopFlag:
         self._previous.clear()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        second = self._signal is not None
-        if not second:
+        second = self._signal is not None and number != signal.SIGHUP
+        if self._signal is None:
             self._signal = number
         for child in self._children:
             _pass_on(child, number)
