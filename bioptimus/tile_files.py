@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 import cv2
 import numpy as np
@@ -35,24 +35,31 @@ TILES_AT_ONCE = 64
 
 
 class TileTable:
-    """A CSV of the tiles of several slides; has its name only when it is whole.
+    """A CSV of the tiles of several slides; a file has its name only when it is whole.
 
     Positions and extents are level-0 pixels. A context manager; left by an error, it leaves
     nothing behind.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Begin the file.
+    def __init__(self, path: Path, *, stream: TextIO | None = None) -> None:
+        """Begin the table.
+
+        Args:
+            path: The file.
+            stream: Where to write in its place; it stays open.
 
         Raises:
             OutputError: It cannot be written.
         """
         self._path = path
-        self._part = path.with_name(f".{path.name}.part")
+        self._part = None if stream else path.with_name(f".{path.name}.part")
         with _translated(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Kept open over many calls, closed by __exit__.
-            self._file = self._part.open("w", encoding="utf-8", newline="")
+            if self._part is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # Kept open over many calls, closed by __exit__.
+                stream = self._part.open("w", encoding="utf-8", newline="")
+        assert stream is not None
+        self._file = stream
         self._rows = csv.writer(self._file, lineterminator="\n")
         self._rows.writerow(COLUMNS)
 
@@ -86,6 +93,8 @@ class TileTable:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._part is None:
+            return
         try:
             with _translated(self._path):
                 self._file.close()

@@ -271,9 +271,15 @@ def _names(output_names: Path | None, input_genes: Path | None) -> dict[str, Any
 
 def _describe(model: str, sha256: str | None) -> dict[str, Any]:
     from bioptimus.models.registry import SPECS
+    from bioptimus.models.types import Models
     from bioptimus.runtime.archive import file_sha256, inspect_archive
     from bioptimus.runtime.loader import check_pin
 
+    if model == Models.LITE0:
+        from bioptimus.runtime.builtin import builtin_checkpoint
+
+        # Made now if need be: its digest is what results tell, and what --sha256 pins.
+        return _describe(str(builtin_checkpoint().path), sha256)
     if model in SPECS:
         if sha256 is not None:
             raise UsageError(f"--sha256 pins a file; {model} is a name, give its .pt2")

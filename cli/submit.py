@@ -42,7 +42,10 @@ def submit(
         int, typer.Option(help="Tasks of the array: the slides are dealt out in as many shares.")
     ] = 8,
     max_running: Annotated[
-        int | None, typer.Option(help="Tasks that may run at once.", show_default="all")
+        int | None,
+        typer.Option(
+            help="Tasks that may run at once, the %N of sbatch's --array.", show_default="all"
+        ),
     ] = None,
     partition: Annotated[
         str | None, typer.Option("--partition", "-p", help="Partition (queue) to run in.")

@@ -1,5 +1,6 @@
 """``bioptimus tiles``: which tiles of a slide would be read, without a model."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _TILES, _OUTPUT = "Tiles", "Output"
 THUMBNAIL_PX = 1600
+# As a file's name.
+STDOUT = Path("-")
 
 
 def tiles(
@@ -36,7 +39,7 @@ def tiles(
         typer.Option(
             "--csv",
             help="Table of the kept tiles of all slides: column, row, x and y in level-0 pixels, "
-            "share of tissue.",
+            "share of tissue. - for standard output.",
             rich_help_panel=_OUTPUT,
             show_default=False,
         ),
@@ -68,7 +71,8 @@ def tiles(
 ) -> None:
     """Plan the tiles of slides: counts, an overview picture, a table, the tiles themselves.
 
-    No model is needed. Prints one line for each slide on stdout. Exit code 1 when a slide failed;
+    No model is needed. Prints one line for each slide on stdout, or on stderr where the table goes
+    to stdout. Exit code 1 when a slide failed;
     a slide without tissue has not.
     """
     from bioptimus.batch.inputs import find_inputs
@@ -98,7 +102,7 @@ def tiles(
     ):
         if folder is not None:
             refuse_unwritable(folder, option=option)
-    if csv is not None:
+    if csv is not None and csv != STDOUT:
         refuse_unwritable_file(csv, option="--csv", example="tiles.csv")
     found = find_inputs(inputs, exclude=[out, *([dump] if dump else [])])
     for line in left_out(found.skipped):
@@ -121,6 +125,7 @@ def tiles(
                     table=table,
                     dump=dump,
                     max_failed_tiles=max_failed_tiles,
+                    lines_to_stderr=csv == STDOUT,
                 )
             except UsageError:
                 raise
@@ -135,7 +140,7 @@ def tiles(
 
                 failed += 1
                 unexpected(slide.path.name, exc)
-    if csv is not None:
+    if csv is not None and csv != STDOUT:
         say(csv)
     if failed:
         raise typer.Exit(1)
@@ -148,7 +153,7 @@ def _table(path: Path | None) -> "Iterator[TileTable | None]":
     if path is None:
         yield None
         return
-    with TileTable(path) as table:
+    with TileTable(path, stream=sys.stdout if path == STDOUT else None) as table:
         yield table
 
 
@@ -162,6 +167,7 @@ def _plan_one(
     table: "TileTable | None",
     dump: Path | None,
     max_failed_tiles: float,
+    lines_to_stderr: bool,
 ) -> None:
     """Plan one slide, write what was asked for, print its line."""
     from dataclasses import replace
@@ -195,13 +201,17 @@ def _plan_one(
         say(
             f"{slide.name}: {len(plan)} of {len(plan.grid)} tiles of {side:g} µm kept, "
             f"{plan.mask.share:.1%} tissue, mpp {slide.mpp[0]:.4g} "
-            f"({slide.resolution.source}), level {level}{written}"
+            f"({slide.resolution.source}), level {level}{written}",
+            err=lines_to_stderr,
         )
         if dump is not None:
             result = dump_tiles(slide, plan, dump / place, max_failed_share=max_failed_tiles)
             for x, y, reason in result.failed:
                 say(f"{slide.name}: tile at ({x}, {y}) not written: {reason}", err=True)
-            say(f"{slide.name}: {counted(result.written, 'tile')} written -> {dump / place}")
+            say(
+                f"{slide.name}: {counted(result.written, 'tile')} written -> {dump / place}",
+                err=lines_to_stderr,
+            )
 
 
 def _drawn(slide: "Slide", plan: "SlidePlan", path: Path) -> bool:

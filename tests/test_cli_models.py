@@ -10,6 +10,7 @@ import pytest
 from bioptimus.models.facts import FACTS
 from bioptimus.models.registry import SPECS
 from bioptimus.runtime.archive import file_sha256
+from bioptimus.runtime.builtin import builtin_checkpoint
 from cli.main import main
 from tests.tiny_models import TINY, save_foreign, save_tiny
 
@@ -52,6 +53,16 @@ def test_show_knows_names_and_foreign_files(tmp_path: Path, capsys: Captured) ->
     path = save_foreign(tmp_path / "foreign.pt2")
     assert main(["models", "show", str(path)]) == 0
     assert "none: give --model NAME" in capsys.readouterr().out
+
+
+def test_show_tells_the_digest_of_the_built_in_model_that_results_tell(capsys: Captured) -> None:
+    digest = file_sha256(builtin_checkpoint().path)
+    assert main(["models", "show", "lite0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sha256"] == digest
+    assert found["spec"]["name"] == "lite0"
+    assert main(["models", "show", "lite0", "--sha256", digest]) == 0
+    assert main(["models", "show", "lite0", "--sha256", "0" * 64]) == 1
 
 
 def test_show_keeps_to_a_pinned_digest(portable: Path, capsys: Captured) -> None:

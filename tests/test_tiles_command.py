@@ -70,6 +70,19 @@ def test_counts_overview_and_table_are_given(example_slide: Path, tmp_path: Path
     )
 
 
+def test_the_table_goes_to_stdout_alone_where_that_is_asked_for(
+    example_slide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = (example_slide, "--no-overview", "--dump", "dump", "--tile-mpp", "4")
+    assert run(*words, "--csv", "tiles.csv").exit_code == 0
+    done = run(*words, "--csv", "-")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == (tmp_path / "tiles.csv").read_text()
+    assert "tiles of 896 µm kept" in done.stderr
+    assert not (tmp_path / "-").exists()
+
+
 def test_dumped_tiles_are_the_readers_pixels(example_slide: Path, tmp_path: Path) -> None:
     done = run(
         *(example_slide, "--out", tmp_path, "--no-overview", "--dump", tmp_path / "dump"),
