@@ -195,6 +195,7 @@ class BarProgress(LineProgress):
         self._overall: TaskID | None = None
         self._bars: dict[str, TaskID] = {}
         self._started: dict[str, float] = {}
+        self._resumed: dict[str, int] = {}
 
     def __enter__(self) -> "BarProgress":
         """Show the bars."""
@@ -233,6 +234,7 @@ class BarProgress(LineProgress):
             _shortened(job.name), total=tiles, completed=resumed, rate=""
         )
         self._started[job.name] = time.monotonic()
+        self._resumed[job.name] = resumed
 
     def tiles_done(self, job: "SlideJob", count: int) -> None:
         """Move the slide's bar."""
@@ -243,7 +245,8 @@ class BarProgress(LineProgress):
         elapsed = time.monotonic() - self._started[job.name]
         done = self._progress.tasks[self._progress.task_ids.index(bar)].completed
         if elapsed > 1:
-            self._progress.update(bar, rate=f"{done / elapsed:.0f} tiles/s")
+            computed = done - self._resumed[job.name]
+            self._progress.update(bar, rate=f"{computed / elapsed:.0f} tiles/s")
 
     def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
         """Take the slide's bar away and print its line above the others."""
@@ -316,10 +319,17 @@ def slide_line(name: str, report: "SlideReport") -> str:
         if report.tiles_failed:
             words.append(counted(report.tiles_failed, "failed tile"))
         words.append(f"{report.seconds.total:.1f} s")
-        words.append(f"{report.tiles_per_second:.0f} tiles/s")
+        if rate := rate_text(report):
+            words.append(f"{rate} tiles/s")
     if report.reason:
         words.append(without_name(report.reason, name))
     return ", ".join(words)
+
+
+def rate_text(report: "SlideReport") -> str:
+    """Tiles computed a second; empty where none was, as of a slide that only had to be finished."""
+    computed = report.tiles_done > report.tiles_resumed
+    return f"{report.tiles_per_second:.0f}" if computed else ""
 
 
 def _shortened(name: str, width: int = 40) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cli.progress import HELD, left_out, one_line, without_name
+from cli.progress import HELD, left_out, one_line, rate_text, without_name
 
 if TYPE_CHECKING:
     from bioptimus.batch.run import RunConfig, RunResult
@@ -148,7 +148,7 @@ def _show_table(result: "RunResult") -> None:
                 report.state,
                 str(report.tiles_done),
                 str(report.tiles_failed),
-                f"{report.tiles_per_second:.0f}",
+                rate_text(report),
                 f"{report.seconds.total:.1f}",
                 without_name(report.reason, report.slide),
             )

@@ -1,9 +1,12 @@
 """What the terminal shows while a run goes on."""
 
+import time
 from pathlib import Path
 
-from bioptimus.pipeline import SlideJob, SlideReport
-from cli.progress import BarProgress
+import pytest
+
+from bioptimus.pipeline import SlideJob, SlideReport, Timings
+from cli.progress import BarProgress, slide_line
 
 
 def test_tiles_of_a_slide_whose_end_was_told_do_not_end_the_display() -> None:
@@ -17,3 +20,25 @@ def test_tiles_of_a_slide_whose_end_was_told_do_not_end_the_display() -> None:
         progress.slide_ended(job, SlideReport(slide="a.svs", state="stopped"))
         progress.tiles_done(job, 4)
         assert progress._progress.tasks[0].completed == 1
+
+
+def test_slide_of_which_nothing_was_left_to_compute_has_no_rate() -> None:
+    report = SlideReport(
+        slide="a.svs", state="ok", tiles_planned=8, tiles_done=8, tiles_resumed=8,
+        seconds=Timings(total=0.2),
+    )  # fmt: skip
+    assert slide_line("a.svs", report) == "a.svs: ok, 8 tiles, 0.2 s"
+    report.tiles_resumed = 4
+    assert slide_line("a.svs", report) == "a.svs: ok, 8 tiles, 0.2 s, 20 tiles/s"
+
+
+def test_rate_of_a_bar_counts_what_this_run_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = SlideJob(path=Path("a.svs"), output=Path("a.h5"), name="a.svs")
+    with BarProgress() as progress:
+        now = time.monotonic()
+        progress.slide_planned(job, tiles=2000, resumed=1000)
+        monkeypatch.setattr(time, "monotonic", lambda: now + 10)
+        progress._started[job.name] = now
+        progress.tiles_done(job, 50)
+        assert progress._progress.tasks[0].fields["rate"] == "5 tiles/s"
+        monkeypatch.undo()
