@@ -60,7 +60,7 @@ _FLUSH_SECONDS = 5.0
 _BATCHES_UNDER_WAY = 3
 # The 10 of "magnification = 10 / mpp": a 10x objective gives about 1 µm per pixel.
 _MAGNIFICATION_TIMES_MPP = 10.0
-_THUMBNAIL_PX = 1024
+THUMBNAIL_PX = 1024
 # Closer than this, a tile is at the model's own scale: scanners vary as much.
 _SAME_SCALE_TOLERANCE = 0.02
 
@@ -324,7 +324,7 @@ def _process(
         report.tiles_planned = len(plan.kept)
         # Before the part: a slide that is refused leaves none.
         tiles = slide.tile_reader(plan.spec)
-        thumbnail = slide.thumbnail(_THUMBNAIL_PX)
+        thumbnail = slide.thumbnail(THUMBNAIL_PX)
         # Of damage that the coarse pictures met.
         for warning in slide.warnings[told:]:
             report.warnings.append(warning)

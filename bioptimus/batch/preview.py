@@ -12,6 +12,7 @@ from bioptimus.inference.writers import look_at_existing, look_at_part
 from bioptimus.io.wsi import Slide
 from bioptimus.models.types import ModelSpec
 from bioptimus.pipeline import (
+    THUMBNAIL_PX,
     SlideJob,
     SlideOptions,
     digest_parameters,
@@ -21,13 +22,15 @@ from bioptimus.pipeline import (
     slide_rna,
     unexpected,
 )
-from bioptimus.planning import Segmenter, is_tissue_model, plan_slide
+from bioptimus.planning import Segmenter, SlidePlan, is_tissue_model, plan_slide
 from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.segmenter import open_segmenter
 
 _BYTES_PER_VALUE = {"float32": 4, "float16": 2}
-# Coordinates, tissue ratio; thumbnail and mask are the same for any number of tiles.
-_BYTES_PER_ROW = 20
+# Coordinates, tissue ratio, checksum.
+_BYTES_PER_ROW = 24
+# Of the thumbnail, compressed: glass is not free of noise, tissue takes about this much more.
+_BYTES_PER_GLASS_PX, _MORE_PER_TISSUE_PX = 0.6, 0.8
 
 PreviewState = Literal["new", "resume", "done", "other parameters", "would fail"]
 
@@ -154,7 +157,7 @@ def _preview(
             level=reader.level,
             level_downsample=reader.level_downsample[0],
             tiles=len(plan),
-            output_bytes=len(plan) * row_bytes,
+            output_bytes=len(plan) * row_bytes + _picture_bytes(slide, plan),
             warnings=(*(() if rna is None else rna.warnings), *slide.warnings, *plan.warnings),
         )
     if done is not None:
@@ -163,3 +166,10 @@ def _preview(
     if isinstance(part, str):
         return replace(found, warnings=(*found.warnings, f"starting anew: {part}"))
     return replace(found, state="resume", tiles_done=part) if part else found
+
+
+def _picture_bytes(slide: Slide, plan: SlidePlan) -> int:
+    """About what the thumbnail takes; the tissue mask is a fiftieth of it."""
+    width, height = slide.dimensions
+    pixels = width * height * min(1, THUMBNAIL_PX / max(width, height)) ** 2
+    return round(pixels * (_BYTES_PER_GLASS_PX + _MORE_PER_TISSUE_PX * plan.mask.share))
