@@ -105,7 +105,7 @@ def tiles(
     if csv is not None and csv != STDOUT:
         refuse_unwritable_file(csv, option="--csv", example="tiles.csv")
     found = find_inputs(inputs, exclude=[out, *([dump] if dump else [])])
-    for line in left_out(found.skipped):
+    for line in (*(f"WARNING: {note}" for note in found.notes), *left_out(found.skipped)):
         say(line, err=True)
     segmenter = None
     if is_tissue_model(tissue):

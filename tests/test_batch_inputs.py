@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 import struct
 from collections.abc import Sequence
@@ -363,6 +364,16 @@ def test_malformed_list_stops_the_run_and_says_where(
     with pytest.raises(UsageError, match=message) as caught:
         find_inputs([tmp_path / "l.csv"])
     assert "x.svs" in str(caught.value) or "l.csv" in str(caught.value)
+
+
+def test_column_called_almost_as_one_that_means_something_is_told(tmp_path: Path) -> None:
+    touch(tmp_path / "x.svs")
+    columns = "slide,mppp,Masks,slide_id,task,relative_path,relative-path,bulk_rna2,"
+    (tmp_path / "l.csv").write_text(f"{columns}\nx.svs\n")
+    found = find_inputs([tmp_path / "l.csv"])
+    told = [re.findall("'(.*?)'", note) for note in found.notes]
+    assert told == [["mppp", "mpp"], ["masks", "mask"], ["bulk_rna2", "bulk_rna"]]
+    assert all(note.startswith(f"{tmp_path}/l.csv: the column ") for note in found.notes)
 
 
 def test_list_that_is_missing_or_not_text_is_a_usage_error(tmp_path: Path) -> None:

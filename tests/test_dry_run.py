@@ -1,5 +1,6 @@
 """``--dry-run`` says of every input what the run would: what is new, done, or in the way."""
 
+import re
 from pathlib import Path
 
 import h5py
@@ -200,6 +201,37 @@ def test_fault_nobody_foresaw_is_one_slides_alone(
     assert "a.tif: unexpected ZeroDivisionError: of some kind\n" in shown.err
     assert "Traceback" not in shown.err
     assert "b.tif: " in shown.out if words != ["embed"] else "b.h5" in shown.out
+
+
+@pytest.mark.parametrize("min_tissue", ["0.5", "1"])
+def test_size_that_is_told_is_about_that_of_the_file(
+    example_slide: Path,
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    min_tissue: str,
+) -> None:
+    """Three values a tile: most of this file is its thumbnail."""
+    words = ["embed", str(example_slide), "--model", str(model), "--min-tissue", min_tissue]
+    assert main([*words, "--dry-run"]) == 0
+    told = re.search(r", ([0-9.]+) MB -> ", capsys.readouterr().out)
+    assert told is not None
+    assert main(words) == 0
+    written = Path(capsys.readouterr().out.strip()).stat().st_size / 1e6
+    assert 0.5 < float(told[1]) / written < 2
+
+
+def test_column_that_is_almost_one_that_counts_is_told_before_the_run(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("list.csv").write_text("slide,mppp\nslides/a.tif,0.5\n")
+    run = ["embed", "list.csv", "--model", str(model), "--tissue", "none"]
+    for words in ([*run, "--dry-run"], run, ["tiles", "list.csv", "--tissue", "none"]):
+        assert main(words) == 0
+        told = (
+            "WARNING: list.csv: the column 'mppp' is only carried into the report; is 'mpp' meant?"
+        )
+        assert capsys.readouterr().err.count(told) == 1
 
 
 class Everything(torch.nn.Module):

@@ -7,6 +7,7 @@ they belong to.
 """
 
 import csv
+import difflib
 import glob
 import io
 import math
@@ -138,10 +139,12 @@ class Inputs:
     Attributes:
         slides: In the order given; within a folder by path.
         skipped: With the reason; hidden folders and companion folders are one entry each.
+        notes: What the user should know of the lists, one sentence each.
     """
 
     slides: tuple[SlideInput, ...]
     skipped: tuple[Skipped, ...]
+    notes: tuple[str, ...] = ()
 
 
 def find_inputs(
@@ -179,7 +182,7 @@ def find_inputs(
     slides = tuple(finder.slides.values())
     if for_results:
         _refuse_collisions(slides)
-    return Inputs(slides=slides, skipped=tuple(finder.skipped))
+    return Inputs(slides=slides, skipped=tuple(finder.skipped), notes=tuple(finder.notes))
 
 
 def output_path(out: Path, model_name: str, slide: SlideInput) -> Path:
@@ -261,6 +264,7 @@ class _Finder:
     def __init__(self, exclude: Sequence[Path], stdin: TextIO) -> None:
         self.slides: dict[str, SlideInput] = {}
         self.skipped: list[Skipped] = []
+        self.notes: list[str] = []
         self._met = 0  # slides, also those met before
         self._stdin = stdin
         self._excluded = {os.path.realpath(path) for path in exclude}
@@ -373,7 +377,7 @@ class _Finder:
 
     def _take_list(self, name: str, text: str, *, folder: Path) -> None:
         met = self._met
-        for slide, row in _parse_list(name, text, folder):
+        for slide, row in _parse_list(name, text, folder, self.notes):
             path = folder / slide
             if os.path.isdir(path):
                 self._take_listed_folder(name, path, row)
@@ -612,7 +616,7 @@ def _read_text(path: Path) -> str:
         raise UsageError(f"{path}: this list is not UTF-8 text; save it as UTF-8 CSV") from exc
 
 
-def _parse_list(name: str, text: str, folder: Path) -> Iterator[tuple[str, _Row]]:
+def _parse_list(name: str, text: str, folder: Path, notes: list[str]) -> Iterator[tuple[str, _Row]]:
     """Yield each slide as written and its row, from a CSV or from plain lines of paths."""
     # Not by splitlines(), which also cuts at what a name may hold.
     lines = [line.strip() for line in text.split("\n")]
@@ -633,6 +637,7 @@ def _parse_list(name: str, text: str, folder: Path) -> Iterator[tuple[str, _Row]
         return
     if twice := [column for column, count in Counter(columns).items() if count > 1]:
         raise UsageError(f"{name}: column {twice[0]!r} is there twice")
+    notes.extend(_near_misses(name, columns))
     past_header = False
     for number, cells in _rows(name, text, delimiter):
         if not any(cell.strip() for cell in cells):
@@ -649,6 +654,19 @@ def _parse_list(name: str, text: str, folder: Path) -> Iterator[tuple[str, _Row]
         if not slide:
             raise UsageError(f"{where}: no slide")
         yield os.path.expanduser(slide), _parse_row(where, values, folder)
+
+
+def _near_misses(name: str, columns: Sequence[str]) -> Iterator[str]:
+    """Tell of columns that mean nothing here, and are called almost as one that does."""
+    # Not of the slide's: "slide_id" is a column that people have.
+    missing = [known for known in KNOWN_COLUMNS if known not in columns]
+    for column in columns:
+        near = difflib.get_close_matches(column, missing, n=1, cutoff=0.8)
+        if near and column not in KNOWN_COLUMNS:
+            yield (
+                f"{name}: the column {column!r} is only carried into the report; is {near[0]!r} "
+                "meant?"
+            )
 
 
 def _rows(name: str, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:

@@ -301,7 +301,7 @@ def list_work(config: RunConfig, model: "BaseServerModel | None" = None) -> Work
         slides=slides,
         jobs=tuple(_job(each, config, choice.spec) for each in slides),
         skipped=tuple((str(path), reason) for path, reason in inputs.skipped),
-        notes=tuple(_notes(config, choice.spec, inputs.slides)),
+        notes=(*inputs.notes, *_notes(config, choice.spec, inputs.slides)),
     )
 
 
