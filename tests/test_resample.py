@@ -1,5 +1,6 @@
 """Resampling: area averages, exact sizes, no drift, right phase."""
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -140,3 +141,24 @@ def test_short_way_for_whole_factors_gives_the_same_pixels(tmp_path: Path, facto
         for tile in grid:
             fast = slide.tile_reader(spec).read(tile)
             np.testing.assert_array_equal(fast, judge.tile_reader(spec).read(tile))
+
+
+def test_large_picture_takes_memory_in_proportion_to_its_size() -> None:
+    pixels = slides.noise(8, 8000)
+    resample(pixels, offset=(0.25, 0.25), scale=(1.13, 1.13), size=(5, 7000))  # warm
+    tracemalloc.start()
+    try:
+        ours = resample(pixels, offset=(0.25, 0.5), scale=(1.13, 1.13), size=(5, 7000))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    reference = area_average(pixels, (0.25, 0.5), (1.13, 1.13), (5, 7000))
+    assert np.abs(ours - reference).max() <= 0.51
+    assert most < 40 * pixels.nbytes
+
+
+def test_upsampling_looks_at_the_pixel_before_the_first() -> None:
+    pixels = slides.ramp(100, 100)
+    ours = resample(pixels, offset=(10.0, 10.0), scale=(0.5, 0.5), size=(100, 100))
+    expected = 255 * (10 + 0.25 - 0.5) / 99
+    assert np.abs(ours[0, :, 1] - expected).max() <= 0.51

@@ -27,6 +27,9 @@ _SINGLE_THREAD_PRODUCT = 200_000
 # more zeros; down, they have whole rows to run along.
 _DOWN_BLOCK = 4
 _ACROSS_BLOCK = 16
+# Outputs of one side that are made at a time. The windows of an axis lie whole pixels apart and its
+# outputs do not: the more there are, the wider must each window be.
+_MOST_OUTPUTS = 256
 # Pixels as floats, at a time: what stays in a core's own cache from one step to the next.
 _STRIP_BYTES = 1 << 20
 # What a tile needs is kept for the thread's next one: memory that is new from the kernel costs as
@@ -54,7 +57,12 @@ def average(
     Returns:
         ``out``, or a new array of that shape.
     """
-    left, top = math.floor(offset[0]), math.floor(offset[1])
+    if max(size) > _MOST_OUTPUTS:
+        return _in_parts(pixels, offset, scale, size, out)
+    # Linear interpolation looks at the pixel before, too.
+    left, top = (
+        max(0, math.floor(start) - (by < 1)) for start, by in zip(offset, scale, strict=True)
+    )
     pixels = pixels[top:, left:]
     down = _axis(offset[1] - top, scale[1], size[1], pixels.shape[0], _DOWN_BLOCK)
     across = _axis(offset[0] - left, scale[0], size[0], pixels.shape[1], _ACROSS_BLOCK)
@@ -110,6 +118,27 @@ def average(
         return np.ascontiguousarray(whole, dtype=np.uint8)
     if whole is not out:
         out[...] = whole
+    return out
+
+
+def _in_parts(
+    pixels: Pixels,
+    offset: tuple[float, float],
+    scale: tuple[float, float],
+    size: tuple[int, int],
+    out: Pixels | None,
+) -> Pixels:
+    if out is None:
+        out = np.empty((size[1], size[0], *pixels.shape[2:]), np.uint8)
+    for top in range(0, size[1], _MOST_OUTPUTS):
+        for left in range(0, size[0], _MOST_OUTPUTS):
+            place = out[top : top + _MOST_OUTPUTS, left : left + _MOST_OUTPUTS]
+            place[...] = average(
+                pixels,
+                offset=(offset[0] + left * scale[0], offset[1] + top * scale[1]),
+                scale=scale,
+                size=(place.shape[1], place.shape[0]),
+            )
     return out
 
 
@@ -178,7 +207,7 @@ def _axis(offset: float, scale: float, count: int, length: int, block: int) -> _
     """The weights of one axis.
 
     Args:
-        offset: Where the first output begins, input pixels from 0 to 1.
+        offset: Where the first output begins, input pixels from 0 to 2.
         scale: Input pixels per output pixel.
         count: Output pixels.
         length: Input pixels that there are.
