@@ -682,6 +682,16 @@ def test_what_a_kill_after_the_rename_left_is_tidied_up(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.h5", "b.h5.part"]
 
 
+def test_a_part_of_other_parameters_beside_a_finished_file_is_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5")
+    other = plan(digest="other", digest_parameters=OTHER)
+    with HDF5Writer.open(path, other, overwrite=True) as writer:
+        rows_of(writer, 0, 10)
+    assert check_existing(path, digest="digest", digest_parameters=PARAMETERS) == "same"
+    with HDF5Writer.open(path, other) as writer:
+        assert writer.resumed_rows == 10
+
+
 def test_a_truncated_foreign_or_incomplete_file_is_not_taken_for_done(tmp_path: Path) -> None:
     path = write(tmp_path / "a.h5")
     whole = path.read_bytes()

@@ -271,6 +271,22 @@ class PartFile:
         return max([self._state_at + self.layout.rows, *ends])
 
 
+def rows_of_others(path: Path, parameters: Mapping[str, Any]) -> OtherRows | None:
+    """What a part holds that was made with other parameters; None where that is nothing.
+
+    Raises:
+        OSError: It is there and the file system does not let us open it.
+    """
+    try:
+        file = DiskFile(path)
+    except FileNotFoundError:
+        return None
+    try:
+        return _other_rows(file, _read_header(file), parameters)
+    finally:
+        file.close()
+
+
 def coords_crc(coords: npt.NDArray[np.int64]) -> int:
     """Checksum of tile positions."""
     return zlib.crc32(np.ascontiguousarray(coords).tobytes())

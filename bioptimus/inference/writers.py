@@ -33,7 +33,14 @@ from bioptimus.inference.layout import (
     AttributeValue,
     differences,
 )
-from bioptimus.inference.part import PENDING, OtherRows, PartFile, RowLayout, coords_crc
+from bioptimus.inference.part import (
+    PENDING,
+    OtherRows,
+    PartFile,
+    RowLayout,
+    coords_crc,
+    rows_of_others,
+)
 from bioptimus.inference.results import open_result
 
 RowState = Literal["ok", "empty"]
@@ -445,15 +452,19 @@ def check_existing(
 ) -> Literal["same"] | None:
     """See whether a finished file is there, and tidy up beside it.
 
-    A part beside it is what a kill between rename and removal left, and goes. Returns and raises
-    as :func:`look_at_existing`.
+    A part beside it is what a kill between rename and removal left, and goes; not one with rows of
+    other parameters, which a stopped run with ``--overwrite`` left. Returns and raises as
+    :func:`look_at_existing`.
     """
     found = look_at_existing(path, digest=digest, digest_parameters=digest_parameters, whole=whole)
     if found is None:
         return None
     advice = "remove the .part by hand"
     with output_errors(path, "cannot tidy up beside it", advice=advice):
-        for leftover in (part_of(path), *temporaries_beside(path)):
+        left = list(temporaries_beside(path))
+        if rows_of_others(part_of(path), digest_parameters) is None:
+            left.append(part_of(path))
+        for leftover in left:
             leftover.unlink(missing_ok=True)
     return "same"
 
