@@ -498,6 +498,37 @@ def test_slides_claimed_ahead_are_given_back_when_the_run_is_stopped(
     assert not list(tmp_path.rglob("*.claim"))
 
 
+def test_slides_too_large_to_stage_are_left_to_other_processes(
+    slides: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed, claimed = threading.Event(), []
+    go_through = Stager._run
+
+    def tell(*arguments: Any) -> None:
+        go_through(*arguments)
+        passed.set()
+
+    monkeypatch.setattr(Stager, "_run", tell)
+
+    class Look(Silent):
+        def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None:
+            assert passed.wait(30)
+            claimed.append(len(list((tmp_path / "out").rglob("*.claim"))))
+
+    config = RunConfig(
+        inputs=(str(slides),),
+        out=tmp_path / "out",
+        model=str(model),
+        workers=1,
+        stage=tmp_path / "local",
+        stage_gb=1e-6,
+        slide=SlideOptions(plan=PlanOptions(tissue="none")),
+    )
+    reports = run(config, listener=Look(), stop=Silent()).reports
+    assert {report.state for report in reports} == {"ok"}
+    assert claimed == [1] * len(reports)
+
+
 def test_no_batch_size_is_looked_for_where_nothing_is_to_be_computed(
     slides: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -657,6 +657,9 @@ class _Workers:
         job = self.work.jobs[index]
         if self.failed[index] or not _is_to_do(job, self.config):
             return False
+        # Claimed without a copy, it would not count as one of the few ahead, nor would the next.
+        if self.stager is None or not self.stager.may_copy(self.work.slides[index]):
+            return False
         with self._lock:
             if index < self._next or self.stopped:
                 return False

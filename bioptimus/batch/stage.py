@@ -117,6 +117,11 @@ class Stager:
                 )
                 self._thread.start()
 
+    def may_copy(self, slide: SlideInput) -> bool:
+        """Whether a slide can be copied at all: not one that is larger than the limit, or gone."""
+        size_bytes = _size(slide)
+        return size_bytes is not None and size_bytes <= self._limit_bytes
+
     @contextmanager
     def staged(self, slide: SlideInput) -> Iterator[Path]:
         """Give the path to read a slide from, for the time of a ``with`` block.
