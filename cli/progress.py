@@ -150,9 +150,10 @@ class JsonProgress(LineProgress):
 
 def event_line(kind: str, **values: Any) -> str:
     """One event as a JSON object on one line."""
-    import orjson
+    from bioptimus.json_lines import json_line
 
-    return orjson.dumps({"event": kind, "time": round(time.time(), 3), **values}).decode()
+    event = {"event": kind, "time": round(time.time(), 3), **values}
+    return json_line(event).decode().removesuffix("\n")
 
 
 class JsonLines(logging.Formatter):

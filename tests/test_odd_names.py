@@ -85,6 +85,18 @@ def test_terminal_shows_brackets_in_names_as_they_are(
     assert f" {BRACKETS}: " in capsys.readouterr().err
 
 
+def test_events_of_a_name_that_is_no_utf8_are_json(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("slides", BRACKETS).rename("slides/odd\udcff.tif")
+    words = ["embed", "slides", "--model", str(model), "--tissue", "none", "--log-json"]
+    assert main([*words, "--out", "out"]) == 1
+    events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    ended = {event["slide"]: event["state"] for event in events if event["event"] == "slide_ended"}
+    assert sorted(ended.values()) == ["failed", "ok"]
+    assert any(slide.endswith(r"odd\xff.tif") for slide in ended)
+
+
 def test_list_of_such_names_gives_them_back(folder: Path) -> None:
     slides = find_inputs(["slides"]).slides
     write_list(Path("list.csv"), slides)

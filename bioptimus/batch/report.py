@@ -9,10 +9,8 @@ reading. Jobs that share a folder write files of their own.
 
 import datetime
 import errno
-import json
 import os
 import platform
-import re
 import shlex
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +22,7 @@ import orjson
 
 from bioptimus.batch.jobs import job_id
 from bioptimus.errors import OutputError, UsageError
+from bioptimus.json_lines import json_line
 from bioptimus.pipeline import SlideJob, SlideReport
 from bioptimus.runtime.batch_scheduler import BatchStatistics
 
@@ -246,7 +245,7 @@ class RunFile:
         self._append({"kind": "slide", **slide_record(report), "host": self.host, "job": self.job})
 
     def _append(self, record: dict[str, Any]) -> None:
-        line = _json_line(record)
+        line = json_line(record)
         with self._lock:
             # What a full disk cut short must not take the next line with it.
             left = memoryview(b"\n" + line if self._torn else line)
@@ -262,16 +261,6 @@ class RunFile:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-
-def _json_line(record: dict[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:
-        # A file name that is not UTF-8: its odd bytes are shown as \xff, in JSON's own writing.
-        text = json.dumps(record, default=str, ensure_ascii=False)
-        shown = re.sub("[\ud800-\udfff]", lambda odd: rf"\\x{ord(odd[0]) & 255:02x}", text)
-        return shown.encode() + b"\n"
 
 
 @dataclass
