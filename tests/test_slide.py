@@ -114,3 +114,14 @@ def test_damaged_tile_is_a_read_error_and_the_next_one_still_reads(tmp_path: Pat
     assert isinstance(bad, SlideReadError)
     assert "a.svs" in str(bad)
     assert isinstance(good, np.ndarray)
+
+
+def test_each_tile_of_a_block_that_a_closed_slide_cannot_read_has_its_error(tmp_path: Path) -> None:
+    path = slides.write_pyramid(tmp_path / "a.tif", slides.noise(700, 500), mpp=0.5, factors=(1,))
+    spec = TileSpec(size_px=224, mpp=0.5)
+    with Slide.open(path) as slide:
+        assert slide.reader == "tiff"
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        reader = slide.tile_reader(spec)
+    read = reader.read_block([grid[0], grid[1]])
+    assert [type(tile) for tile in read] == [SlideReadError] * 2

@@ -310,7 +310,7 @@ class TiffSource:
             start = run[0][0]
             try:
                 data = self._bytes_at(start, run[-1][0] + run[-1][1] - start)
-            except DECODE_ERRORS:
+            except (SlideReadError, *DECODE_ERRORS):
                 continue  # one by one, each tile's own fault is found
             for offset, length, number in run:
                 found[number] = data[offset - start : offset - start + length]
