@@ -485,6 +485,21 @@ def test_other_options_are_something_else(tmp_path: Path, path: Path) -> None:
     assert tiles.read_text() == text
 
 
+def test_an_output_replaced_by_a_run_that_could_not_say_so_is_not_taken_for_the_one_before(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    (tiles,) = run(path, out, "geojson")
+    with monkeypatch.context() as patched:
+        patched.setattr("bioptimus.convert.run.sync_folder", lambda _: sys.exit(1))
+        tissue = ConvertOptions(geometry="tissue")
+        with pytest.raises(SystemExit):
+            list(convert([path], out, to="geojson", options=tissue, overwrite=True))
+    (done,) = convert([path], out, to="geojson")
+    assert not done.kept
+    assert f"{tiles}: is there already and not known to be made from" in (done.problem or "")
+
+
 def test_a_file_that_no_conversion_is_known_to_have_made_stays(tmp_path: Path, path: Path) -> None:
     mine = tmp_path / "out" / "a.npz"
     mine.parent.mkdir()

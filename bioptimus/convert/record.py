@@ -77,3 +77,12 @@ class Record:
         ):
             # The line end in front: what a full disk cut short must not take the next line with it.
             file.write(f"\n{line}")
+
+    def forget(self, output: PurePath) -> None:
+        """Have it known of an output no more what it was made from.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        if self._digests.get(str(output)):
+            self.add(output, "")

@@ -203,6 +203,8 @@ def _convert(plan: Conversion, out: Path, record: Record, *, overwrite: bool) ->
         if missing:
             _check_space(plan, out)
         for piece in missing:
+            # If this run ends in between, nobody may take the new one for the old.
+            record.forget(piece.path)
             _make(piece, out / piece.path)
             record.add(piece.path, plan.made_from)
             done.append(out / piece.path)
