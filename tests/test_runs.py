@@ -473,6 +473,15 @@ def test_devices_copy_each_slide_once_and_leave_no_claim(
     assert_same_files(out, undisturbed)
 
 
+def test_report_of_several_devices_tells_what_was_left_out(
+    slides: Path, model: Path, tmp_path: Path
+) -> None:
+    one, out = sorted(slides.iterdir())[0], tmp_path / "out"
+    words = ("embed", one, one, "--model", model, "--tissue", "none", "--out", out)
+    assert bioptimus(*words, "--device", "cpu,cpu").returncode == 0
+    assert read_runs(out).skipped == {str(one): "given twice"}
+
+
 def test_slides_claimed_ahead_are_given_back_when_the_run_is_stopped(
     slides: Path, model: Path, tmp_path: Path
 ) -> None:

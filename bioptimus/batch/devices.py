@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from bioptimus.batch.inputs import write_list
 from bioptimus.batch.report import RUNS_FOLDER, is_left_to_another_job, merge_reports
-from bioptimus.batch.run import RunConfig, RunListener, RunResult, list_work, run
+from bioptimus.batch.run import RunConfig, RunListener, RunResult, Work, list_work, run
 from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
 from bioptimus.errors import BioptimusError
 from bioptimus.pipeline import SlideJob, SlideReport, StopSignal
@@ -72,7 +72,7 @@ def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal
             threads=config.threads or (1 if set(devices) == {"cpu"} else None),
             stage_gb=config.stage_gb / len(devices),
         )
-        collected, dead = _run_processes(each, devices, len(work.jobs), listener, stop)
+        collected, dead = _run_processes(each, devices, work, listener, stop)
     if collected.error is not None:
         if not collected.reports:
             raise collected.error
@@ -92,7 +92,7 @@ def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal
 def _run_processes(
     config: RunConfig,
     devices: Sequence[str],
-    slides: int,
+    work: Work,
     listener: RunListener,
     stop: StopSignal,
 ) -> tuple["_Collected", list[str]]:
@@ -100,11 +100,12 @@ def _run_processes(
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in devices]
     # Bytes are written whole, and each only under the claim of its slide: no lock.
+    slides = len(work.jobs)
     failed: Any = context.RawArray("B", slides)
     processes = [
         context.Process(
             target=_run_one,
-            args=(replace(config, device=device), writer, failed),
+            args=(replace(config, device=device), writer, failed, work.skipped),
             name=f"bioptimus {device}",
         )
         for device, (_, writer) in zip(devices, pipes, strict=True)
@@ -301,7 +302,12 @@ class _SendingListener:
         self._events.put(("slide_ended", {"job": job, "report": replace(report, error=None)}))
 
 
-def _run_one(config: RunConfig, writer: _Writer, failed: MutableSequence[int]) -> None:
+def _run_one(
+    config: RunConfig,
+    writer: _Writer,
+    failed: MutableSequence[int],
+    skipped: Sequence[tuple[str, str]],
+) -> None:
     """In a process of its own: run on one device."""
     # A Ctrl-C at the terminal, or its end, is told to the parent alone, which tells each process
     # once: a second signal would mean "at once". Signals have been held back so far, for they
@@ -313,7 +319,13 @@ def _run_one(config: RunConfig, writer: _Writer, failed: MutableSequence[int]) -
     with StopFlag() as flag, contextlib.closing(_Sender(writer)) as events:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
-            run(config, listener=_SendingListener(events), stop=_OrOrphaned(flag), failed=failed)
+            run(
+                config,
+                listener=_SendingListener(events),
+                stop=_OrOrphaned(flag),
+                failed=failed,
+                skipped=skipped,
+            )
         except BioptimusError as exc:
             events.put(("error", {"error": exc}))
 

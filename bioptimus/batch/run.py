@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, MutableSequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
@@ -192,6 +192,7 @@ def run(
     stop: StopSignal,
     failed: MutableSequence[int] | None = None,
     model: "BaseServerModel | None" = None,
+    skipped: Sequence[tuple[str, str]] = (),
 ) -> RunResult:
     """Process every slide of the inputs, or this job's share of them.
 
@@ -203,6 +204,8 @@ def run(
             on several devices, so that only one of them tries such a slide.
         model: Loaded already from a file; what the configuration says of model and device is only
             reported then. How many passes it runs at once is set for this run.
+        skipped: (path, reason) of files that were left out when the inputs were listed, to be
+            reported with those that are left out here.
 
     Returns:
         A report for each slide; an error of one slide is in its report, not raised.
@@ -226,7 +229,7 @@ def run(
         model=work.model.spec.name,
         parameters=_parameters(config),
         inputs=[str(job.path) for job in work.jobs],
-        skipped=work.skipped,
+        skipped=(*skipped, *work.skipped),
         versions=library_versions(),
     )
     with contextlib.closing(run_file):
