@@ -38,6 +38,7 @@ from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode
 from bioptimus.pipeline import SlideJob, SlideReport
 from bioptimus.planning import plan_slide
+from bioptimus.runtime.batch_size import usual_batch_size
 from bioptimus.runtime.builtin import weights_path
 from bioptimus.runtime.lite0 import lite0_from_weights
 from bioptimus.runtime.loader import build_server_model
@@ -139,8 +140,8 @@ class Case:
                 list(pool.map(read, tiles.blocks(plan.grid, plan.kept)))
 
     def forward(self) -> None:
-        """As many tiles through the model, from memory, on all cores."""
-        batch = 16
+        """As many tiles through the model, from memory, on all cores, in a run's batches."""
+        batch = usual_batch_size(self.server, threads=plan_threads(on_cpu=True, slides=1).threads)
         generator = np.random.default_rng(0)
         requests = [
             ModelRequest.from_pixels(

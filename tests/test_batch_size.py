@@ -10,7 +10,7 @@ import torch
 
 from bioptimus.errors import OutOfDeviceMemoryError, UsageError, _ForwardError
 from bioptimus.models.types import InferenceMode, ModelSpec
-from bioptimus.runtime.batch_size import LARGEST, BatchSize, find_batch_size
+from bioptimus.runtime.batch_size import LARGEST, BatchSize, find_batch_size, usual_batch_size
 from bioptimus.runtime.server_model import (
     BaseServerModel,
     BulkRNAServerModel,
@@ -51,6 +51,28 @@ class Device(FakeRunner):
         return super().__call__(*inputs)
 
 
+@pytest.mark.parametrize(
+    ("device", "size_bytes", "threads", "tiles"),
+    [
+        ("cuda:0", 10_000, 1, 48),
+        ("cpu", 20_000_000, 1, 4),
+        ("cpu", 20_000_000, 8, 32),
+        ("cpu", 20_000_000, 64, 48),
+        ("cpu", 10_000, 1, 16),
+    ],
+)
+def test_usual_batch_stays_in_the_caches_of_the_cores_that_compute_it(
+    tmp_path: Path, device: str, size_bytes: int, threads: int, tiles: int
+) -> None:
+    checkpoint = tmp_path / "model.pt2"
+    with checkpoint.open("wb") as file:
+        file.truncate(size_bytes)
+    runner = FakeRunner(EMBEDDING)
+    model = BaseServerModel.from_runner(EMBEDDING, runner, checkpoint_path=checkpoint)
+    runner.device = device
+    assert usual_batch_size(model, threads=threads) == tiles
+
+
 def search(device: Device, *, passes: int = 1, budget_s: float | None = None) -> BatchSize:
     model = BaseServerModel.from_runner(EMBEDDING, device)
     return find_batch_size(model, EMBED, passes=passes, budget_s=budget_s, clock=device.clock)
@@ -74,13 +96,13 @@ def test_batch_grows_for_as_long_as_tiles_get_faster() -> None:
     found = search(device)
     assert (found.tiles, found.reason) == (32, "64 are no faster")
     assert found.tiles_per_second == pytest.approx(3200)
-    assert sorted(set(device.batches)) == [1, 8, 16, 32, 64]
+    assert sorted(set(device.batches)) == [1, 4, 8, 16, 32, 64]
 
 
 def test_a_gain_of_a_few_percent_is_not_worth_a_batch_of_twice_the_size() -> None:
     # 2 % fixed cost at 8 tiles: 16 gain one percent.
     found = search(Device(lambda tiles: 0.01 * (tiles + 0.16)))
-    assert (found.tiles, found.reason) == (8, "16 are no faster")
+    assert (found.tiles, found.reason) == (4, "8 are no faster")
 
 
 def test_what_does_not_fit_ends_the_search_with_the_last_that_did() -> None:
@@ -135,7 +157,7 @@ def test_a_model_that_computes_no_single_tile_is_an_error() -> None:
 def test_a_model_of_seconds_a_tile_is_asked_once() -> None:
     device = Device(lambda tiles: 17.0 * tiles)
     found = search(device)
-    assert (found.tiles, found.reason) == (1, "trying 8 would take too long")
+    assert (found.tiles, found.reason) == (1, "trying 4 would take too long")
     assert device.batches == [1]
 
 

@@ -64,8 +64,6 @@ log = logging.getLogger(__name__)
 
 # How long the main thread waits for a worker before it looks for signals again.
 _WAIT_SECONDS = 0.2
-# Larger batches buy nothing on a CPU and wait longer to fill.
-_BATCH_ON_CPU, _BATCH_ON_ACCELERATOR = 16, 48
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,8 @@ class RunConfig:
         sha256: Digest that the checkpoint must have.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; several with commas for
             `bioptimus.batch.devices.run_on_devices`.
-        batch_size: Most tiles in one forward pass; None: 48 on an accelerator, 16 on a CPU;
+        batch_size: Most tiles in one forward pass; None: 48 on an accelerator, on a CPU
+            4 for each thread of a pass (16 for a model of less than a megabyte);
             ``auto``: the largest that fits and makes the model faster, found by trying.
         max_wait_ms: How long a part-filled batch waits, from the arrival of its oldest tile.
         workers: Slides under way at once; None: chosen from the cores.
@@ -430,7 +429,9 @@ def _run_jobs(
     if is_tissue_model(config.slide.plan.tissue):
         segmenter = open_segmenter(config.slide.plan.tissue, device=device)
     passes = min(plan.passes, default_slots(model.device))
-    batch_size = _batch_size(config, work.jobs, model, passes=passes, listener=listener)
+    batch_size = _batch_size(
+        config, work.jobs, model, passes=passes, threads=plan.threads, listener=listener
+    )
     load_seconds = time.perf_counter() - began
     listener.run_started(len(work.jobs), device=model.device)
     with (
@@ -461,16 +462,17 @@ def _batch_size(
     model: "BaseServerModel",
     *,
     passes: int,
+    threads: int,
     listener: RunListener,
 ) -> int:
     """Most tiles of one pass, of which so many may run side by side."""
+    from bioptimus.runtime.batch_size import find_batch_size, usual_batch_size
+
     fixed = config.batch_size
     if fixed == "auto" and not any(_is_to_do(job, config) for job in jobs):
         fixed = None
     if fixed != "auto":
-        return fixed or (_BATCH_ON_CPU if model.device == "cpu" else _BATCH_ON_ACCELERATOR)
-    from bioptimus.runtime.batch_size import find_batch_size
-
+        return fixed or usual_batch_size(model, threads=threads)
     found = find_batch_size(model, config.slide.mode, passes=passes)
     listener.batch_size_found(found.tiles, device=model.device, reason=found.reason)
     return found.tiles

@@ -25,7 +25,15 @@ WORTHWHILE = 1.05
 LARGEST = 512
 
 # Small sizes in one step: a GPU is far from filled by them, and a CPU's speed changes little.
-_FIRST, _SECOND = 1, 8
+_FIRST, _SECOND = 1, 4
+
+# Where nobody chose. On a CPU a batch should stay in the caches of the cores that compute it: for
+# each of them 4 tiles made the built-in model 1.35 times as fast as 16 did, vision transformers
+# were as fast with any number. A model with next to no weights is soon done with a tile, so that
+# what each pass costs besides counts more.
+_ON_ACCELERATOR = 48
+_ON_CPU_FOR_EACH_THREAD = 4
+_ON_CPU_IF_SMALL, _SMALL_FILE_BYTES = 16, 1_000_000
 
 # A round of passes is repeated for so long and its quickest counts: others use the machine too.
 _SECONDS_PER_SIZE = 0.3
@@ -48,6 +56,20 @@ class BatchSize:
     tiles: int
     tiles_per_second: float
     reason: str
+
+
+def usual_batch_size(model: BaseServerModel, *, threads: int) -> int:
+    """Tiles of one pass where nobody chose; does not try anything.
+
+    Args:
+        model: Loaded.
+        threads: Threads inside one pass, on a CPU.
+    """
+    if model.device != "cpu":
+        return _ON_ACCELERATOR
+    if model.checkpoint_bytes < _SMALL_FILE_BYTES:
+        return _ON_CPU_IF_SMALL
+    return min(_ON_CPU_FOR_EACH_THREAD * threads, _ON_ACCELERATOR)
 
 
 def find_batch_size(

@@ -217,6 +217,11 @@ class BaseServerModel:
             raise CheckpointError(f"{self.model_name}: made in memory, there is no checkpoint file")
         return self._path
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of the checkpoint file; 0 for a model made in memory."""
+        return 0 if self._path is None else self._path.stat().st_size
+
     @cached_property
     def checkpoint_sha256(self) -> str:
         """Digest of the checkpoint file; empty for a model made in memory."""
