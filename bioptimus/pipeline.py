@@ -41,7 +41,6 @@ from bioptimus.errors import (
 from bioptimus.inference.layout import STORED_TYPES, digest_of
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
-from bioptimus.io.resolution import MPP_COLUMN
 from bioptimus.io.wsi import CoarseImage, OpenOptions, Slide, TileReader
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
@@ -414,9 +413,7 @@ def slide_rna(job: SlideJob, spec: ModelSpec, options: SlideOptions) -> BulkRNA 
 
 def job_options(job: SlideJob, options: SlideOptions) -> tuple[OpenOptions, PlanOptions]:
     """The run's options with what the input table says about one slide."""
-    opening, planning = options.opening, options.plan
-    if job.mpp is not None:
-        opening = replace(opening, mpp_override=job.mpp, override_source=MPP_COLUMN)
+    opening, planning = options.opening.with_column(job.mpp), options.plan
     if job.mask is not None:
         planning = replace(planning, tissue=str(job.mask))
     return opening, planning

@@ -75,11 +75,8 @@ def info(
 def _facts(
     slide: "SlideInput", mpp_override: float | None, mpp_fallback: float | None, reader: str
 ) -> dict[str, Any]:
-    from dataclasses import replace
-
     from bioptimus.errors import SlideOpenError
     from bioptimus.io.describe import describe
-    from bioptimus.io.resolution import MPP_COLUMN
     from bioptimus.io.wsi import OpenOptions, Slide
 
     if slide.problem is not None:
@@ -89,9 +86,7 @@ def _facts(
         mpp_fallback=mpp_fallback,
         reader="openslide" if reader == "openslide" else "auto",
     )
-    if slide.mpp is not None:
-        options = replace(options, mpp_override=slide.mpp, override_source=MPP_COLUMN)
-    with Slide.open(slide.path, options) as opened:
+    with Slide.open(slide.path, options.with_column(slide.mpp)) as opened:
         return describe(opened)
 
 

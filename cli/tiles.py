@@ -174,7 +174,6 @@ def _plan_one(
 
     from bioptimus.batch.inputs import strip_extension
     from bioptimus.errors import SlideOpenError
-    from bioptimus.io.resolution import MPP_COLUMN
     from bioptimus.io.wsi import Slide
     from bioptimus.planning import plan_slide
     from bioptimus.tile_files import dump_tiles
@@ -182,12 +181,10 @@ def _plan_one(
 
     if job.problem is not None:
         raise SlideOpenError(f"{job.path.name}: {job.problem}")
-    if job.mpp is not None:
-        opening = replace(opening, mpp_override=job.mpp, override_source=MPP_COLUMN)
     if job.mask is not None:
         planning = replace(planning, tissue=str(job.mask))
     place = job.relative.with_name(strip_extension(job.relative.name))
-    with Slide.open(job.path, opening) as slide:
+    with Slide.open(job.path, opening.with_column(job.mpp)) as slide:
         plan = plan_slide(slide, TileSpec(), planning, segmenter=segmenter)
         level = slide.tile_reader(plan.spec).level
         for warning in (*slide.warnings, *plan.warnings):

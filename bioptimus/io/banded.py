@@ -47,15 +47,8 @@ def average(
 ) -> Pixels:
     """Area average of a rectangle of pixels; interpolated linearly where the scale is below 1.
 
-    Args:
-        pixels: (H, W, 3) or (H, W) uint8; must cover the rectangle.
-        offset: (x, y) of the rectangle's corner in ``pixels``.
-        scale: (x, y) pixels per output pixel.
-        size: (width, height) of the result.
-        out: Where to put it, (height, width, 3) or (height, width) uint8, C-contiguous.
-
-    Returns:
-        ``out``, or a new array of that shape.
+    Takes what :func:`bioptimus.io.resample.resample` takes, which chooses it; returns ``out``, or
+    a new array of its shape.
     """
     if max(size) > _MOST_OUTPUTS:
         return _in_parts(pixels, offset, scale, size, out)

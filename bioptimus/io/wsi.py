@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, get_args
@@ -33,6 +33,7 @@ from bioptimus.io.metadata import Metadata
 from bioptimus.io.opening import open_source
 from bioptimus.io.resample import on_grid, resample, whole_factor
 from bioptimus.io.resolution import (
+    MPP_COLUMN,
     OVERRIDE,
     Resolution,
     check_mpp_option,
@@ -95,6 +96,16 @@ class OpenOptions:
                 raise UsageError(f"{what} {word}: must be {' or '.join(known)}")
         check_mpp_option(self.mpp_override, flag=self.override_source)
         check_mpp_option(self.mpp_fallback, flag="--mpp-fallback")
+
+    def with_column(self, mpp: float | None) -> "OpenOptions":
+        """The options for a slide whose row of the input list has this in its mpp column.
+
+        Raises:
+            UsageError: It is not plausible.
+        """
+        if mpp is None:
+            return self
+        return replace(self, mpp_override=mpp, override_source=MPP_COLUMN)
 
 
 @dataclass(frozen=True, kw_only=True)
