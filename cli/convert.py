@@ -32,7 +32,8 @@ class Geometry(StrEnum):
 
 def convert(
     results: Annotated[
-        list[Path], typer.Argument(help="Result files (.h5), or folders of them.", metavar="FILE")
+        list[Path],
+        typer.Argument(help="Result files (.h5), folders of them, or globs.", metavar="FILE"),
     ],
     to: Annotated[
         To,

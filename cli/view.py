@@ -1,4 +1,4 @@
-"""``bioptimus view``: pictures of one result file."""
+"""``bioptimus view``: pictures of result files."""
 
 import logging
 from enum import StrEnum
@@ -22,7 +22,10 @@ class Format(StrEnum):
 
 
 def view(
-    file: Annotated[Path, typer.Argument(help="A result file.", metavar="FILE.h5")],
+    results: Annotated[
+        list[Path],
+        typer.Argument(help="Result files (.h5), folders of them, or globs.", metavar="FILE"),
+    ],
     out: Annotated[
         Path, typer.Option("--out", help="Folder for the pictures.", metavar="DIR")
     ] = Path("views"),
@@ -61,7 +64,8 @@ def view(
         typer.Option(
             "--fit-on",
             help="Folder of result files that give the embedding map's colours, so that slides "
-            "can be compared.",
+            "can be compared. [default: the results given, each model's together]",
+            show_default=False,
             metavar="DIR",
         ),
     ] = None,
@@ -82,17 +86,21 @@ def view(
             "--format", envvar="BIOPTIMUS_VIEW_FORMAT", help="PNG, or SVG and PDF for print."
         ),
     ] = Format.PNG,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace pictures of other results, too.")
+    ] = False,
 ) -> None:
-    """Draw what is in a result file: overview, embedding map, heatmaps, clusters, like tiles.
+    """Draw what is in result files: overview, embedding map, heatmaps, clusters, like tiles.
 
     Without any of the picture options: the overview and, where the file has embeddings, the
     embedding map. Works without the slide, and is sharper with it; says so where it is gone.
+    Exits with 1 if a result could not be drawn, after the others.
     """
     from bioptimus.batch.places import refuse_unwritable
+    from bioptimus.batch.result_files import find_results
     from bioptimus.view.figures import check_installed
     from bioptimus.view.page import PictureOptions
-    from bioptimus.view.source import find_slide, open_slide, open_source
-    from bioptimus.view.wanted import Wanted, draw_wanted
+    from bioptimus.view.wanted import Wanted, draw_sheet, fit_colours, plan_sheets
 
     check_installed()
     refuse_unwritable(out, option="--out")
@@ -105,29 +113,37 @@ def view(
         log.warning("--neighbours %d: is not used without --tile or --at", neighbours)
     if slide is not None and not slide.exists():
         raise UsageError(f"--slide {slide}: no such file")
-    try:
-        source = open_source(file)
-    except OutputError as exc:
-        if file.is_file():
-            raise
-        raise UsageError(str(exc)) from exc
-    chosen = tile if at is None else source.tile_at(_location(at))
-    if slide is not None:
-        open_slide(slide, source).close()
-    elif use_slide:
-        slide = find_slide(source)
     wanted = Wanted(
         overview=overview,
         embedding=embedding,
-        columns=tuple(column or ()),
+        columns=tuple(dict.fromkeys(column or ())),
         clusters=clusters,
-        tile=chosen,
+        tile=tile,
+        at=None if at is None else _location(at),
         neighbours=neighbours,
         fit_on=fit_on,
+        slide=slide,
+        use_slide=use_slide,
     )
-    options = PictureOptions(width_px=width_px, slide=slide)
-    for path in draw_wanted(source, wanted, options, out=out, suffix=file_format.value):
-        say(path)
+    options = PictureOptions(width_px=width_px)
+    found = find_results(results)
+    if len(found) > 1:
+        for option, value in (("--slide", slide), ("--tile", tile), ("--at", at)):
+            if value is not None:
+                raise UsageError(f"{option} {value}: is for one result, not for {len(found)}")
+    sheets = plan_sheets(found, wanted, out=out, suffix=file_format.value, overwrite=overwrite)
+    fits = fit_colours(sheets, wanted)
+    failed = False
+    for sheet in sheets:
+        try:
+            for path in draw_sheet(sheet, wanted, options, fits=fits):
+                say(path)
+        except OutputError as exc:
+            # The result's edge: the others are drawn all the same.
+            failed = True
+            say(f"error: {exc}", err=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _location(text: str) -> tuple[float, float]:

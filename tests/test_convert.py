@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 import pytest
 
+from bioptimus.batch.result_files import find_results
 from bioptimus.convert import FORMATS, Converted, ConvertOptions, convert
 from bioptimus.convert.record import RECORD_NAME
 from bioptimus.counting import counted
@@ -49,6 +50,20 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def result(path: Path) -> Result:
     return open_result(path)
+
+
+def test_a_glob_that_the_shell_left_alone_names_results_and_folders_of_them(tmp_path: Path) -> None:
+    for name in ("run/m1/a.h5", "run/m2/below/b.h5", "run/c.h5", "run/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        make_result(tmp_path / name)
+    found = find_results([tmp_path / "run" / "*"])
+    assert {str(relative) for relative in found.values()} == {"m1/a.h5", "m2/below/b.h5", "c.h5"}
+    twice = find_results([tmp_path / "run" / "m1", tmp_path / "run" / "*", tmp_path / "run/c.h5"])
+    assert len(twice) == 3
+    (odd,) = find_results([make_result(tmp_path / "[x].h5")])
+    assert odd.name == "[x].h5", "a file of that name is no glob"
+    with pytest.raises(UsageError, match="matches this glob"):
+        find_results([tmp_path / "run" / "x*"])
 
 
 def test_trident_tree_has_the_names_and_attributes_its_readers_want(

@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -201,7 +202,197 @@ def test_of_a_cohort_two_files_at_most_are_in_memory(
     monkeypatch.setattr("bioptimus.view.wanted.open_source", opening)
     words = ["view", str(tmp_path / "cohort" / "0.h5"), "--embedding", "--no-slide"]
     assert main([*words, "--fit-on", str(tmp_path), "--out", str(tmp_path)]) == 0
-    assert len(opened) == 5
+    # Before it is drawn it is looked at, and then the five for their colours.
+    assert len(opened) == 1 + 5 + 1
+
+
+def test_results_of_one_name_are_refused_before_the_first_picture(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = (write_result(tmp_path / each / "s.h5", sample) for each in ("a", "b"))
+    code, err = view(capsys, one, other, "--no-slide", "--out", tmp_path / "out")
+    assert code == 2
+    assert err == (
+        f"error: {one} and {other} would both become {tmp_path}/out/s.overview.png; give the "
+        "folder above both, or draw them into separate folders\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_below_a_folder_each_result_keeps_its_own(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for each in ("a", "b"):
+        write_result(tmp_path / "in" / each / "s.h5", sample)
+    for given in ("in", "i*"):
+        words = ["view", str(tmp_path / given), "--overview", "--no-slide", "--width-px", "300"]
+        assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    below = {"in": "", "i*": "in/"}
+    wanted = [
+        f"{tmp_path}/out/{below[given]}{each}/s.overview.png"
+        for given in ("in", "i*")
+        for each in ("a", "b")
+    ]
+    assert capsys.readouterr().out.splitlines() == wanted
+    assert sorted(map(str, (tmp_path / "out").rglob("*.png"))) == sorted(wanted)
+
+
+def test_a_result_given_twice_is_drawn_once(
+    result_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = (result_file, result_file.parent, f"{result_file.parent}/s*.h5")
+    assert view(capsys, *same, "--overview", "--no-slide", "--out", tmp_path) == (0, "")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_a_picture_of_another_result_stays_until_told_otherwise(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    one = write_result(tmp_path / "a" / "s.h5", sample)
+    other = write_result(tmp_path / "b" / "s.h5", changed(sample, slide=Path("other.svs")))
+    words: list[str | Path] = ["--no-slide", "--out", tmp_path, "--format", suffix]
+    assert view(capsys, one, *words, "--embedding") == (0, "")
+    picture = tmp_path / f"s.embedding.{suffix}"
+    before = picture.read_bytes()
+    code, err = view(capsys, other, *words)
+    assert code == 2
+    assert err == (
+        f"error: {picture}: is there already, and not known to be a picture of {other}; pass "
+        "--overwrite, or choose another --out\n"
+    )
+    assert picture.read_bytes() == before
+    assert not (tmp_path / f"s.overview.{suffix}").exists(), "nothing is drawn before it is known"
+    assert view(capsys, one, *words, "--embedding") == (0, ""), "its own is drawn anew"
+    assert picture.read_bytes() == before
+    assert view(capsys, other, *words, "--embedding", "--overwrite") == (0, "")
+    assert picture.read_bytes() != before
+
+
+def test_two_values_that_would_become_one_picture_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_result(tmp_path / "a.h5", output_names=("x/y", "x:y", "overview"))
+    out = ["--no-slide", "--out", str(tmp_path / "out")]
+    for words in (["--column", "x/y", "--column", "x:y"], ["--overview", "--column", "overview"]):
+        code, err = view(capsys, path, *out, *words)
+        assert code == 2
+        assert "two pictures of it would become" in err
+        assert not (tmp_path / "out").exists()
+    assert view(capsys, path, *out, "--column", "x/y", "--column", "x/y") == (0, "")
+
+
+@pytest.mark.parametrize("fit_on", [False, True])
+def test_results_drawn_together_share_the_colours_of_their_model_fitted_once(
+    sample: Sample,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fit_on: bool,
+) -> None:
+    assert sample.features is not None
+    half = len(sample.coords) // 2
+    for number, rows in enumerate((slice(0, half), slice(half, None))):
+        part = changed(
+            sample,
+            coords=sample.coords[rows],
+            features=sample.features[rows],
+            predictions=None,
+        )
+        write_result(tmp_path / "in" / f"{number}.h5", part)
+        narrow = changed(part, features=part.features[:, :9] if part.features is not None else None)
+        write_result(tmp_path / "in" / f"narrow{number}.h5", narrow)
+    write_result(tmp_path / "in" / "empty.h5", empty(sample))
+    fits: list[object] = []
+    used: list[object] = []
+    fit = figures.fit_cohort
+
+    def fitting(results: Any, *, tiles: int) -> Any:
+        assert tiles == len(sample.coords)
+        fits.append(fit(results, tiles=tiles))
+        return fits[-1]
+
+    def drawing(result: Any, options: Any, *, fitted: Any) -> Any:
+        used.append(fitted)
+        return Figure(figsize=(1, 1))
+
+    monkeypatch.setattr(figures, "fit_cohort", fitting)
+    monkeypatch.setattr(figures, "draw_embedding", drawing)
+    words: list[str | Path] = ["--embedding", "--no-slide", "--out", tmp_path / "out"]
+    if fit_on:
+        words += ["--fit-on", tmp_path / "in"]
+    assert view(capsys, tmp_path / "in", *words) == (0, "")
+    wide, narrow_fit = fits
+    assert used == [wide, wide, None, narrow_fit, narrow_fit]
+
+
+def test_colours_of_another_model_are_refused_before_the_first_picture(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sample.features is not None
+    write_result(tmp_path / "fit" / "a.h5", changed(sample, features=sample.features[:, :9]))
+    path = write_result(tmp_path / "a.h5", sample)
+    words: list[str | Path] = [
+        "--fit-on",
+        tmp_path / "fit",
+        "--no-slide",
+        "--out",
+        tmp_path / "out",
+    ]
+    code, err = view(capsys, path, *words)
+    assert code == 2
+    assert "holds no embeddings of 27 values of model lite0, as a.h5 does" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_result_that_cannot_be_drawn_does_not_stop_the_others(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b", "c"):
+        write_result(tmp_path / "in" / f"{name}.h5", sample)
+    damage(tmp_path / "in" / "a.h5", "features", row=5)
+    (tmp_path / "in" / "b.h5").write_bytes(b"text")
+    out = tmp_path / "out"
+    assert main(["view", str(tmp_path / "in"), "--embedding", "--no-slide", "--out", str(out)]) == 1
+    said = capsys.readouterr()
+    assert said.out == f"{out}/c.embedding.png\n"
+    errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    assert [f"{name}.h5" in line for name, line in zip("ab", errors, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [(["--slide", __file__], __file__), (["--tile", "0"], "0"), (["--at", "1,2"], "1,2")],
+)
+def test_what_is_for_one_result_is_refused_for_several(
+    sample: Sample,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    value: str,
+) -> None:
+    for name in ("a", "b"):
+        write_result(tmp_path / f"{name}.h5", sample)
+    code, err = view(capsys, tmp_path, *words, "--out", tmp_path / "out")
+    assert code == 2
+    assert err == f"error: {words[0]} {value}: is for one result, not for 2\n"
+
+
+def test_an_end_while_a_picture_is_written_leaves_the_old_one(
+    result_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = drawn(open_source(result_file), tmp_path / "out.png", "overview")
+    before = path.read_bytes()
+    render = figures.render
+
+    def ended(figure: Any, target: Any, **options: Any) -> None:
+        render(figure, target, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figures, "render", ended)
+    with pytest.raises(KeyboardInterrupt):
+        drawn(open_source(result_file), path, "embedding")
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["out.png"]
 
 
 def test_the_nearest_tiles_are_those_of_highest_cosine(sample: Sample, result_file: Path) -> None:

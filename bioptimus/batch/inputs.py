@@ -355,7 +355,7 @@ class _Finder:
 
     def _take_glob(self, pattern: str) -> None:
         met, skipped = self._met, len(self.skipped)
-        base = _static_folder(pattern)
+        base = static_folder(pattern)
         extension = PurePath(pattern).suffix
         # ``*.png`` names pictures; ``*`` does not.
         names_kind = bool(extension) and not glob.has_magic(extension)
@@ -540,7 +540,7 @@ def _problem(path: Path) -> str | None:
     return _foreign(path) if stat.S_ISREG(mode) else "neither a file nor a folder"
 
 
-def _static_folder(pattern: str) -> Path:
+def static_folder(pattern: str) -> Path:
     """Return the part of a glob before its first wildcard."""
     parts = PurePath(pattern).parts[:-1]
     fixed = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts))

@@ -6,7 +6,7 @@ their format is asked for.
 """
 
 from bioptimus.convert.pieces import ConvertOptions, Piece
-from bioptimus.convert.run import FORMATS, Conversion, Converted, Format, convert, find_results
+from bioptimus.convert.run import FORMATS, Conversion, Converted, Format, convert
 
 __all__ = [
     "FORMATS",
@@ -16,5 +16,4 @@ __all__ = [
     "Format",
     "Piece",
     "convert",
-    "find_results",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from bioptimus.batch.result_files import find_results
 from bioptimus.convert.geojson import geojson
 from bioptimus.convert.pieces import ConvertOptions, Piece
 from bioptimus.convert.record import Record, made_from
@@ -16,8 +17,6 @@ from bioptimus.convert.trees import clam, trident
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.disk import output_errors, sync_folder, temporary_beside
 from bioptimus.inference.results import Result, open_result
-
-RESULT_SUFFIX = ".h5"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,43 +79,6 @@ class Conversion:
     made_from: str = ""
     problem: str | None = None
     needed_bytes: int = 0
-
-
-def find_results(arguments: Sequence[Path], *, exclude: Path | None = None) -> dict[Path, PurePath]:
-    """Result files, each with its path below the folder given.
-
-    Args:
-        arguments: Files and folders.
-        exclude: A folder within those folders not to search, such as the output folder.
-
-    Raises:
-        UsageError: A folder holds none, or a path is not there.
-    """
-    found: dict[Path, PurePath] = {}
-    for argument in arguments:
-        if argument.is_dir():
-            apart = exclude if exclude and not _same(exclude, argument) else None
-            paths = sorted(
-                path
-                for path in argument.rglob(f"*{RESULT_SUFFIX}")
-                if path.is_file() and not (apart and _is_below(path, apart))
-            )
-            if not paths:
-                raise UsageError(f"{argument}: no result files ({RESULT_SUFFIX}) in this folder")
-            found |= {path: PurePath(path.relative_to(argument)) for path in paths}
-        elif argument.exists():
-            found[argument] = PurePath(argument.name)
-        else:
-            raise UsageError(f"{argument}: no such file or folder")
-    return found
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    return folder.resolve() in path.resolve().parents
 
 
 def convert(

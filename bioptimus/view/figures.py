@@ -1,5 +1,6 @@
 """The pictures, drawn with matplotlib (the extra ``view``)."""
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import OutputError, UsageError
+from bioptimus.inference.disk import temporary_beside
 from bioptimus.view.clusters import k_means
 from bioptimus.view.colours import (
     CLUSTER_COLOURS,
@@ -203,48 +205,86 @@ def cosine_similarity(result: SlideResult, row: int) -> npt.NDArray[np.float32]:
     return np.concatenate(parts).astype(np.float32)
 
 
-def fit_cohort(results: Iterable[SlideResult], *, tiles: int) -> Components:
+def fit_cohort(results: Iterable[SlideResult], *, tiles: int) -> Components | None:
     """Components of several files, each weighing by its number of tiles.
 
     Args:
-        results: Taken one after the other, so that only one need be in memory.
+        results: Taken one after the other, so that only one need be in memory. One that is
+            damaged is left out, with a warning.
         tiles: How many rows with an embedding they have together.
 
+    Returns:
+        Three components; None where no file holds an embedding.
+
     Raises:
-        UsageError: No file holds an embedding, or their lengths differ.
+        UsageError: The embeddings differ in length.
     """
     samples: list[Floats] = []
     first = ""
     for result in results:
         if result.features is None or not len(result):
             continue
-        first = first or result.path.name
-        samples.append(result.feature_sample(wanted=max(1, SAMPLE_ROWS * len(result) // tiles)))
-        if samples[-1].shape[1] != samples[0].shape[1]:
+        wanted = max(1, SAMPLE_ROWS * len(result) // tiles)
+        try:
+            sample = result.feature_sample(wanted=wanted)
+        except OutputError as exc:
+            log.warning("%s; the embedding map's colours are fitted without it", exc)
+            continue
+        if samples and sample.shape[1] != samples[0].shape[1]:
             raise UsageError(
-                f"--fit-on: {result.path.name} has embeddings of {samples[-1].shape[1]} values, "
+                f"{result.path.name} has embeddings of {sample.shape[1]} values, "
                 f"{first} of {samples[0].shape[1]}; use the files of one model"
             )
-    if not samples:
-        raise UsageError("--fit-on: no file there holds embeddings")
-    return Components.fit(np.concatenate(samples), count=3)
+        first = first or result.path.name
+        samples.append(sample)
+    return Components.fit(np.concatenate(samples), count=3) if samples else None
 
 
-def save(figure: "Figure", path: Path, options: PictureOptions) -> None:
+def save(
+    figure: "Figure", path: Path, options: PictureOptions, *, made_from: str | None = None
+) -> None:
     """Write a figure; its suffix says the format: png, svg or pdf.
+
+    Args:
+        figure: From one of the functions above.
+        path: A file that is there is replaced once the new one is whole.
+        options: Those that the figure was drawn with.
+        made_from: Words that say what it shows, kept in the file; :func:`shows` finds them.
 
     Raises:
         OutputError: The file cannot be written.
     """
     import matplotlib as mpl
 
+    kind = path.suffix[1:] or "png"
+    metadata: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
+    if made_from is not None:
+        metadata["Subject" if kind == "pdf" else "Source"] = made_from
+    temporary = temporary_beside(path)
     try:
         # Text stays text, and two runs give the same bytes.
         with mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "view"}):
-            metadata: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-            render(figure, path, dpi=options.dpi, metadata=metadata.get(path.suffix[1:]))
+            render(figure, temporary, format=kind, dpi=options.dpi, metadata=metadata or None)
+        temporary.replace(path)
     except OSError as exc:
         raise OutputError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
+    finally:
+        # Of a name that is too long there is none, as the error says.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def shows(path: Path, made_from: str) -> bool:
+    """Whether a picture that is there was saved with these words.
+
+    Raises:
+        OutputError: It cannot be read.
+    """
+    try:
+        # In none of the formats are these words compressed.
+        return made_from.encode() in path.read_bytes()
+    except OSError as exc:
+        raise OutputError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
 
 
 def render(figure: "Figure", target: Path | BinaryIO, **options: Any) -> None:

@@ -76,6 +76,7 @@ class SlideResult:
         name: The slide's file name.
         path: The result file.
         slide_path: Where the slide lay when the file was made; it may be gone.
+        digest: Names everything that the rows depend on.
         model: Name of the model.
         coords: (N, 2) int64, x, y of the upper-left corners, level-0 pixels.
         tissue_ratios: (N,) float32, 0..1.
@@ -94,6 +95,7 @@ class SlideResult:
     name: str
     path: Path
     slide_path: Path
+    digest: str
     model: str
     coords: npt.NDArray[np.int64]
     tissue_ratios: npt.NDArray[np.float32]
@@ -230,8 +232,21 @@ def open_source(path: Path) -> SlideResult:
     return source_of(open_result(path))
 
 
-def embedded_tiles(path: Path) -> int:
-    """How many rows with an embedding a result file has.
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What embeddings are values of: those of one space can be compared.
+
+    Attributes:
+        model: Name of the model.
+        width: Values of an embedding.
+    """
+
+    model: str
+    width: int
+
+
+def embeddings_of(path: Path) -> tuple[Space | None, int]:
+    """Of which space the embeddings of a result file are, and how many; (None, 0) without any.
 
     Raises:
         OutputError: As :func:`open_source`.
@@ -239,7 +254,9 @@ def embedded_tiles(path: Path) -> int:
     from bioptimus.inference.results import open_result
 
     result = open_result(path)
-    return len(result) if result.embedding_dim else 0
+    if not result.embedding_dim or not len(result):
+        return None, 0
+    return Space(model=result.model.name, width=result.embedding_dim), len(result)
 
 
 def source_of(result: "Result") -> SlideResult:
@@ -259,6 +276,7 @@ def source_of(result: "Result") -> SlideResult:
         name=result.slide_name,
         path=result.path,
         slide_path=result.slide_path,
+        digest=result.digest,
         model=result.model.name,
         coords=result.coords,
         tissue_ratios=result.tissue_ratios,
