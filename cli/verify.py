@@ -37,7 +37,8 @@ def verify(
 ) -> None:
     """Check every result file: structure, counts, checksums, leftovers, and what is missing.
 
-    Finds values that changed since they were written, and facts that contradict each other.
+    Finds values that changed since they were written, facts that contradict each other, and files
+    that crash the HDF5 library.
     Prints one line for each finding and exits with 1 if there is any. Slides that stand there
     twice are told as notes, which change no exit code.
     """
@@ -45,11 +46,17 @@ def verify(
     from dataclasses import asdict
 
     from bioptimus.batch.inputs import find_inputs
-    from bioptimus.verify import SAMPLED_ROWS
+    from bioptimus.batch.signals import StopFlag
+    from bioptimus.errors import StoppedError
+    from bioptimus.inference.checking import SAMPLED_ROWS
     from bioptimus.verify import verify as check
 
     wanted = find_inputs(slides, exclude=[out]).slides if slides else None
-    found = check(out, slides=wanted, deep=deep)
+    with StopFlag() as stop:
+        try:
+            found = check(out, slides=wanted, deep=deep, stop=stop)
+        except StoppedError as exc:
+            raise typer.Exit(stop.exit_code or 1) from exc
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2, default=str))
     else:

@@ -1,4 +1,8 @@
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +12,7 @@ import numpy as np
 import pytest
 
 from bioptimus.batch.inputs import find_inputs
+from bioptimus.batch.signals import StopFlag
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.layout import digest_of
 from bioptimus.verify import verify
@@ -181,13 +186,136 @@ def test_a_file_without_checksums_is_as_good(tmp_path: Path, rows: int, dtype: s
 
 
 def test_no_flipped_bit_ends_the_check(tmp_path: Path) -> None:
-    path = make_result(tmp_path / "a.h5")
-    content = path.read_bytes()
-    for place in range(0, len(content), max(1, len(content) // 150)):
+    content = make_result(tmp_path / "a.h5").read_bytes()
+    places = range(0, len(content), max(1, len(content) // 150))
+    for place in places:
         damaged = bytearray(content)
         damaged[place] ^= 1 << place % 8
-        path.write_bytes(damaged)
-        verify(tmp_path, deep=True)
+        (tmp_path / f"{place}.h5").write_bytes(damaged)
+    assert verify(tmp_path, deep=True).files == len(places) + 1
+
+
+def crashing(path: Path) -> Path:
+    """A file that the HDF5 library does not survive: text of a kind that it does not know."""
+    with h5py.File(path, "w") as file:
+        file.attrs["format"] = "text"
+    content = bytearray(path.read_bytes())
+    # Class 9 (of any length), version 1; then its kind, 1 for text.
+    content[content.index(b"\x19\x01\x01") + 1] = 2
+    path.write_bytes(content)
+    return path
+
+
+def endless(path: Path) -> Path:
+    """A file that the HDF5 library reads for ever: its first text ends where nothing is."""
+    with h5py.File(path, "w") as file:
+        file.attrs["format"] = "text"
+    content = bytearray(path.read_bytes())
+    size_at = content.index(b"GCOL") + 16 + 8
+    content[size_at : size_at + 2] = (2048).to_bytes(2, "little")
+    path.write_bytes(content)
+    return path
+
+
+CRASHES = "reading it crashes the HDF5 library; it is damaged: move it away and make it again"
+
+
+def test_a_file_that_crashes_the_library_is_a_finding_and_the_others_are_looked_at(
+    out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    crashing(out / "other" / "0.h5")
+    crashing(out / "tiny" / "0.h5")
+    set_value("coords", 2, [0, 0])(out / "tiny" / "a.h5")
+    assert main(["verify", str(out)]) == 1
+    told = capfd.readouterr()
+    assert [line.removeprefix(f"{out}/") for line in told.out.splitlines()] == [
+        f"other/0.h5: {CRASHES}",
+        f"tiny/0.h5: {CRASHES}",
+        "tiny/a.h5: has two rows for one tile",
+        "tiny/a.h5: has other values in coords than were written",
+    ]
+    assert told.err == "5 files, 610 tiles, 4 findings\n"
+    assert main(["verify", str(out), "--json"]) == 1
+    found = json.loads(capfd.readouterr().out)["findings"]
+    assert found[0] == {"path": f"{out}/other/0.h5", "problem": CRASHES}
+
+
+def test_a_file_that_crashes_the_library_is_no_missing_one(out: Path, tmp_path: Path) -> None:
+    crashing(out / "tiny" / "c.h5")
+    (tmp_path / "c.svs").write_bytes(b"")
+    wanted = find_inputs([str(tmp_path / "c.svs")]).slides
+    assert [f"{finding.path.name}: {finding.problem}" for finding in
+            verify(out / "tiny", slides=wanted).findings] == [f"c.h5: {CRASHES}"]  # fmt: skip
+
+
+def test_a_file_that_the_library_never_ends_to_read_is_a_finding(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bioptimus.verify._LONGEST_CPU_S", 0.5)
+    endless(out / "tiny" / "0.h5")
+    found = verify(out)
+    assert [finding.problem for finding in found.findings] == [
+        "reading it never ends in the HDF5 library; it is damaged: move it away and make it again"
+    ]
+    assert (found.files, found.rows) == (4, 610)
+
+
+def test_all_files_are_read_by_one_process(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    start = StopFlag.start_child
+
+    def counting(self: StopFlag, *words: Any, **options: Any) -> Any:
+        started.append(words)
+        return start(self, *words, **options)
+
+    monkeypatch.setattr(StopFlag, "start_child", counting)
+    assert verify(out).files == 3
+    assert len(started) == 1
+    crashing(out / "tiny" / "0.h5")
+    assert verify(out).files == 4
+    assert len(started) == 3
+
+
+def test_a_process_that_cannot_start_is_an_error(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert main(["verify", str(out)]) == 1
+    expected = "error: the process that reads files ended with exit code 1\n"
+    assert capfd.readouterr().err == expected
+
+
+# The command, which tells the process that it has started for the files.
+VERIFY = """
+import signal, sys
+# Ignored where this test runs in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from bioptimus.batch.signals import StopFlag
+from cli.main import main
+start = StopFlag.start_child
+def telling(*words, **options):
+    child = start(*words, **options)
+    print(child.pid, flush=True)
+    return child
+StopFlag.start_child = telling
+sys.exit(main(["verify", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_check_and_the_process_that_reads(tmp_path: Path, number: int) -> None:
+    endless(tmp_path / "b.h5")
+    command = [sys.executable, "-c", VERIFY, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
+    ) as running:
+        assert running.stdout is not None
+        reader = int(running.stdout.readline())
+        running.send_signal(number)
+        shown = running.communicate(timeout=60)
+    assert (running.returncode, *shown) == (128 + number, b"", b"")
+    with pytest.raises(ProcessLookupError):
+        os.kill(reader, 0)
 
 
 def test_an_empty_file_is_told_as_such(tmp_path: Path) -> None:

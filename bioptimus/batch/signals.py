@@ -66,13 +66,14 @@ class StopFlag:
 
         Args:
             arguments: Program and its arguments.
-            options: Further arguments of ``subprocess.Popen``.
+            options: Further arguments of ``subprocess.Popen``; its standard input is empty if they
+                name none.
 
         Returns:
             The process; the caller waits for it. A stop that came while it started is passed on.
         """
         child: subprocess.Popen[str] = subprocess.Popen(
-            arguments, process_group=0, stdin=subprocess.DEVNULL, text=True, **options
+            arguments, process_group=0, text=True, **{"stdin": subprocess.DEVNULL, **options}
         )
         self._children.append(child)
         if self._signal is not None:

@@ -544,8 +544,8 @@ class Result:
                 yield
         except BioptimusError:
             raise
-        except (RuntimeError, KeyError, TypeError, ValueError) as exc:
-            # What h5py makes of damage depends on where in the file it is.
+        except (RuntimeError, KeyError, TypeError, ValueError, MemoryError) as exc:
+            # What h5py makes of damage depends on where in the file it is; sizes may be any.
             raise OutputError(f"{self.path}: cannot be read: {exc}; {advice}") from exc
 
     def _strings(self, name: str) -> tuple[str, ...]:
