@@ -1,6 +1,7 @@
 """docs/hdf5.md says what the files hold, object by object and attribute by attribute."""
 
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from bioptimus.inference.layout import (
     REQUIRED_DATASETS,
     WRITER_ATTRIBUTES,
 )
+from bioptimus.verify import verify
 from tests.conftest import ROOT
 from tests.result_files import make_result
 
@@ -114,9 +116,23 @@ def test_the_clam_tree_has_the_attributes_of_the_table(path: Path, tmp_path: Pat
         check_attributes(file["coords"].attrs, rows)
 
 
-def test_the_file_is_of_the_oldest_kind_which_every_hdf5_reads(path: Path) -> None:
-    # The byte after the signature: version 0 of the superblock, that of HDF5 1.8 and before.
-    assert path.read_bytes()[:9] == b"\x89HDF\r\n\x1a\n\0"
+def test_the_file_is_of_the_oldest_kind_whose_structure_has_checksums(path: Path) -> None:
+    # The byte after the signature: version 2 of the superblock, that of HDF5 1.8; 1.10 has 3.
+    assert path.read_bytes()[:9] == b"\x89HDF\r\n\x1a\n\2"
+
+
+def test_no_changed_kind_of_a_text_crashes_who_reads_the_file(path: Path, tmp_path: Path) -> None:
+    content = path.read_bytes()
+    # Class 9 (of any length), version 1, kind 1 for text: another kind, and the library crashes
+    # unless it sees by a checksum that this was not written.
+    places = [match.start() + 1 for match in re.finditer(b"\x19\x01\x01", content)]
+    assert len(places) > 10
+    for place in places:
+        damaged = tmp_path / f"{place}.h5"
+        damaged.write_bytes(content[:place] + b"\2" + content[place + 1 :])
+    found = {finding.path: finding.problem for finding in verify(tmp_path).findings}
+    assert len(found) == len(places)
+    assert all(problem.startswith("cannot be read") for problem in found.values()), found
 
 
 def test_every_format_is_in_the_table() -> None:

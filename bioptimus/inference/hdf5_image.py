@@ -26,6 +26,9 @@ _PAGE_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 20
 # Harder levels cost twice the time and win 3 %; bytes gain nothing from shuffling.
 _GZIP_LEVEL = 1
+# Since HDF5 1.8 (2008) the structure has checksums of its own, which the library looks at as it
+# reads. In files as of old, which h5py writes unless told, one changed bit can crash it.
+_FORMAT_OF = ("v108", "v108")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 FAILED_TILES_DTYPE = np.dtype(
@@ -143,7 +146,7 @@ class HDF5Image:
         self._chunks: list[_Chunk] = []
 
     def __enter__(self) -> "HDF5Image":
-        self.file = h5py.File(self._memory, "w")
+        self.file = h5py.File(self._memory, "w", libver=_FORMAT_OF)
         return self
 
     def __exit__(self, *_: object) -> None:
