@@ -87,6 +87,28 @@ def test_of_a_variable_that_is_not_set_is_told_and_nothing_is_written(
     assert os.listdir(folder) == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["report", ".", "--html", "-"], "--html -: this does not go to stdout; name a file, such"),
+        (["models", "export", "weights", "-o", "-"], "--out -: this does not go to stdout; name a"),
+        (["embed", SLIDE, "--out", "-"], "--out -: nothing of this goes to stdout; name a folder"),
+        (["embed", SLIDE, "--stage", "-"], "--stage -: nothing of this goes to stdout"),
+        (["tiles", SLIDE, "--out", "-"], "--out -: nothing of this goes to stdout"),
+        (["tiles", SLIDE, "--dump", "-"], "--dump -: nothing of this goes to stdout"),
+        (["convert", ".", "--to", "npz", "--out", "-"], "--out -: nothing of this goes to stdout"),
+        (["view", "a.h5", "--out", "-"], "--out -: nothing of this goes to stdout"),
+    ],
+)
+def test_of_a_dash_where_nothing_goes_to_stdout_is_told_and_nothing_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {message}")
+    assert os.listdir(folder) == ["file"]
+
+
 def test_of_an_empty_path_is_told_in_python(folder: Path) -> None:
     for path in ("out", "checkpoint"):
         given: dict[str, Any] = {path: ""}

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from bioptimus.errors import UsageError
 
+# As people type it where a tool can write there. Ours would make a file or folder of that name.
+_STDOUT = Path("-")
+
 
 def refuse_unwritable(folder: Path, *, option: str) -> None:
     """Refuse a folder that is no folder, or cannot be made or written; nothing is made here.
@@ -15,9 +18,11 @@ def refuse_unwritable(folder: Path, *, option: str) -> None:
         option: What named it, for the message.
 
     Raises:
-        UsageError: A file stands in its place or in its way, writing is not permitted, or the
-            file system is read-only.
+        UsageError: It is ``-``, a file stands in its place or in its way, writing is not
+            permitted, or the file system is read-only.
     """
+    if folder == _STDOUT:
+        raise UsageError(f"{option} -: nothing of this goes to stdout; name a folder")
     there = folder
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent
@@ -42,8 +47,10 @@ def refuse_unwritable_file(path: Path, *, option: str, example: str) -> None:
         example: A file name that would do.
 
     Raises:
-        UsageError: It is a folder, or its own cannot be made or written.
+        UsageError: It is ``-`` or a folder, or its own cannot be made or written.
     """
+    if path == _STDOUT:
+        raise UsageError(f"{option} -: this does not go to stdout; name a file, such as {example}")
     if path.is_dir():
         raise UsageError(f"{option} {path}: is a folder; name a file, such as {example}")
     refuse_unwritable(path.parent, option=option)
