@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -368,6 +369,28 @@ def test_a_folder_in_the_layout_of_h_optimus_0_becomes_a_model(
         expected = network((tiles.permute(0, 3, 1, 2) / 255 - mean) / std)[:, 0]
     found = build_server_model(out)._runner(tiles)[0]
     assert functional.cosine_similarity(found, expected).min() > 0.999999
+
+
+def test_a_file_names_no_folder_of_the_machine_that_made_it(tmp_path: Path) -> None:
+    facts = FACTS["uni"]
+    assert facts.vit is not None
+    shape = narrow(facts.vit)
+    weights = random_vit(shape, depth=1).state_dict()
+    given = {"name": "m", "mean": (0.1, 0.2, 0.3), "std": (1.0, 1.0, 1.0)}
+    made = []
+    for person in ("lovelace", "hopper"):
+        (tmp_path / person).mkdir()
+        folder = hub_folder(tmp_path / person / f"weights-of-{person}", shape, weights)
+        source = from_folder(folder, overrides=given)
+        out = tmp_path / person / "m.pt2"
+        export_module(source.network, source.spec, out)
+        with zipfile.ZipFile(out) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        texts = [data for name, data in members.items() if "/weights/" not in name]
+        for word in (person, str(tmp_path), str(ROOT), "site-packages"):
+            assert not any(word.encode() in text for text in texts), word
+        made.append(out.read_bytes())
+    assert made[0] == made[1], "the same weights are the same model"
 
 
 def test_the_configuration_must_name_mean_and_std(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class ModelSpec:
         input_genes: Names of those values in the model's order; empty if not known.
         precision: Precision of the arithmetic inside the graph.
         description: One sentence for people.
-        source: Where the weights came from.
+        source: Where the weights came from: a repository, or a Python function; empty for a folder.
         source_sha256: Digest of the weights the export read; empty if not known.
     """
 

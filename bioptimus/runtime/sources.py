@@ -77,7 +77,9 @@ def from_folder(
             raise
         raise CheckpointError(f"{folder}: config.json cannot be understood: {exc}") from exc
     spec = spec.with_(**given)
-    spec = spec.with_(source=spec.source or folder.name, source_sha256=_digest_of(files))
+    # By their digest alone: the folder's name is this machine's, may be a person's, and would make
+    # another model of the same weights.
+    spec = spec.with_(source_sha256=_digest_of(files))
     if "patch_embed.proj.weight" in to_timm_names(weights):
         network: nn.Module = vit_from_weights(
             weights,
