@@ -429,9 +429,27 @@ def test_frozen_list_reads_back_to_the_same_slides_and_results(
 def test_output_folder_is_neither_searched_nor_listed(tmp_path: Path) -> None:
     touch(tmp_path / "x.svs", tmp_path / "embeddings" / "lite0" / "x.h5")
     inputs = find_inputs([tmp_path], exclude=[tmp_path / "embeddings"])
-    assert (names(inputs), inputs.skipped) == (["x.svs"], ())
+    assert (names(inputs), inputs.skipped, inputs.notes) == (["x.svs"], (), ())
     with pytest.raises(UsageError, match="results go to this very folder, so it is not searched"):
         find_inputs([tmp_path], exclude=[tmp_path / "embeddings" / ".."])
+
+
+def test_slides_in_the_output_folder_are_told_in_one_note(tmp_path: Path) -> None:
+    out = tmp_path / "embeddings"
+    touch(tmp_path / "x.svs", out / "lite0" / "x.h5", out / "a" / "b.SVS", out / "a" / "c.tiff")
+    note = (
+        f"{out}: results go here, so it is not searched, and holds 2 slides that no result is "
+        f"made of, such as {out}/a/b.SVS; move them out of it or name them"
+    )
+    # However often it is met.
+    found = find_inputs([tmp_path, tmp_path / "em*" / "..", tmp_path], exclude=[out])
+    assert (names(found), found.notes) == (["x.svs"], (note,))
+    named = [out / "a" / "b.SVS", out / "a" / "c.tiff"]
+    found = find_inputs([tmp_path, *named], exclude=[out])
+    assert (names(found), found.notes) == (["x.svs", "b.SVS", "c.tiff"], ())
+    (tmp_path / "x.svs").unlink()
+    with pytest.raises(UsageError, match=f"no slides in this folder; {re.escape(note)}"):
+        find_inputs([tmp_path], exclude=[out])
 
 
 def test_unlistable_folder_below_is_a_failing_input(

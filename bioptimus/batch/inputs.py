@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import NamedTuple, TextIO
 
+from bioptimus.counting import counted
 from bioptimus.errors import UsageError
 from bioptimus.io.refusals import why_unreadable
 from bioptimus.io.resolution import PLAUSIBLE_MPP, is_plausible
@@ -139,7 +140,7 @@ class Inputs:
     Attributes:
         slides: In the order given; within a folder by path.
         skipped: With the reason; hidden folders and companion folders are one entry each.
-        notes: What the user should know of the lists, one sentence each.
+        notes: What the user should know of the lists and folders, one sentence each.
     """
 
     slides: tuple[SlideInput, ...]
@@ -161,7 +162,7 @@ def find_inputs(
             ``.csv`` lists with a ``slide`` column, or ``-`` for such a list, or plain lines of
             paths, on standard input. Relative paths in a list file are relative to that file; on
             standard input, to the working directory.
-        exclude: Folders not to search and not to mention, such as the output folder.
+        exclude: Folders not to search, such as the output folder; a note tells of slides there.
         stdin: Where ``-`` reads from; the process's standard input if not given.
         for_results: Each slide is to get a file of its own; two of one name are no fault of who
             only looks at them.
@@ -182,7 +183,8 @@ def find_inputs(
     slides = tuple(finder.slides.values())
     if for_results:
         _refuse_collisions(slides)
-    return Inputs(slides=slides, skipped=tuple(finder.skipped), notes=tuple(finder.notes))
+    notes = (*finder.notes, *finder.passed_over())
+    return Inputs(slides=slides, skipped=tuple(finder.skipped), notes=notes)
 
 
 def output_path(out: Path, model_name: str, slide: SlideInput) -> Path:
@@ -268,6 +270,7 @@ class _Finder:
         self._met = 0  # slides, also those met before
         self._stdin = stdin
         self._excluded = {os.path.realpath(path) for path in exclude}
+        self._passed_over: dict[str, Path] = {}
         self._real_folders: dict[str, str] = {}
         self._dicom_folders: dict[Path, _DicomFolder] = {}
 
@@ -286,6 +289,17 @@ class _Finder:
         else:
             self._take_file(path, PurePath(path.name), _Row())
 
+    def passed_over(self) -> Iterator[str]:
+        """Tell of slides in folders that were not searched, unless they were named."""
+        for folder in self._passed_over.values():
+            slides = [p for p in _slides_below(folder) if self._real_file(p) not in self.slides]
+            if slides:
+                yield (
+                    f"{folder}: results go here, so it is not searched, and holds "
+                    f"{counted(len(slides), 'slide')} that no result is made of, such as "
+                    f"{slides[0]}; move them out of it or name them"
+                )
+
     def _take_folder(self, folder: Path, row: _Row) -> None:
         met, skipped = self._met, len(self.skipped)
         try:
@@ -299,8 +313,9 @@ class _Finder:
             )
         self._walk(folder, PurePath(), row)
         if self._met == met:
+            told = "".join(f"; {words}" for words in self.passed_over())
             raise UsageError(
-                f"{folder}: no slides in this folder{_summary(self.skipped[skipped:])}"
+                f"{folder}: no slides in this folder{_summary(self.skipped[skipped:])}{told}"
             )
 
     def _walk(self, folder: Path, below: PurePath, row: _Row) -> None:
@@ -320,6 +335,7 @@ class _Finder:
     ) -> None:
         real = self._real_folder(folder)
         if real in self._excluded:
+            self._passed_over.setdefault(real, folder)
             return
         if real in seen:
             self.skipped.append(Skipped(folder, "folder searched already, through a link"))
@@ -512,6 +528,16 @@ def _file_reason(path: Path) -> str | None:
     if name.endswith(PICTURE_EXTENSIONS):
         return "picture; taken only when named"
     return _foreign(path) or "unknown extension"
+
+
+def _slides_below(folder: Path) -> list[Path]:
+    """Files whose names are those of slides; results and pictures have others."""
+    return sorted(
+        Path(place, name)
+        for place, _, names in os.walk(folder)
+        for name in names
+        if name.lower().endswith(SLIDE_EXTENSIONS) and not name.startswith(".")
+    )
 
 
 def _foreign(path: Path) -> str | None:
