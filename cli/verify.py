@@ -43,14 +43,21 @@ def verify(
     twice are told as notes, which change no exit code.
     """
     import json
+    import os
     from dataclasses import asdict
 
     from bioptimus.batch.inputs import find_inputs
     from bioptimus.batch.signals import StopFlag
-    from bioptimus.errors import StoppedError
+    from bioptimus.errors import StoppedError, UsageError
     from bioptimus.inference.checking import SAMPLED_ROWS
     from bioptimus.verify import verify as check
 
+    for given in slides or ():
+        if out.is_dir() and os.path.realpath(given) == os.path.realpath(out):
+            raise UsageError(
+                f"--slides {given}: is the folder of the results; name the slides, as the run was "
+                "given them"
+            )
     wanted = find_inputs(slides, exclude=[out]).slides if slides else None
     with StopFlag() as stop:
         try:

@@ -471,6 +471,18 @@ def test_slides_without_a_result_are_named_for_each_model(
     assert [finding.path.name for finding in found] == ["c.h5.part"]
 
 
+def test_the_folder_of_the_results_is_not_that_of_the_slides(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(out)
+    for given in (".", str(out)):
+        assert main(["verify", ".", "--slides", given]) == 2
+        assert capsys.readouterr().err == (
+            f"error: --slides {given}: is the folder of the results; name the slides, as the run "
+            "was given them\n"
+        )
+
+
 def test_a_slide_that_was_exchanged_since_is_found(out: Path, tmp_path: Path) -> None:
     slide = tmp_path / "a.svs"
     slide.write_bytes(bytes(1234))
