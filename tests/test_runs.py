@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from bioptimus.runtime.server_model import BaseServerModel
 from bioptimus.tiles import TileSpec
 from tests.conftest import ROOT
 from tests.killed_runs import Silent
+from tests.result_files import damage
 from tests.slides import tissue, write_pyramid
 from tests.tiny_models import TINY, save_module, tiny
 
@@ -558,9 +560,17 @@ def test_no_batch_size_is_looked_for_where_nothing_is_to_be_computed(
     for state in ("ok", "skipped"):
         (report,) = run(config, listener=Silent(), stop=Silent()).reports
         assert (report.state, len(searches)) == (state, 1)
-    Path(report.output).unlink()
-    run(config, listener=Silent(), stop=Silent())
-    assert len(searches) == 2
+    # Whether there is anything to replace, only the slide itself tells.
+    again = replace(config, slide=replace(config.slide, overwrite=True))
+    (report,) = run(again, listener=Silent(), stop=Silent()).reports
+    assert (report.state, len(searches)) == ("skipped", 1)
+    output = Path(report.output)
+    damage(output, "features")
+    (report,) = run(again, listener=Silent(), stop=Silent()).reports
+    assert (report.state, len(searches), report.batch_size) == ("ok", 2, 5)
+    output.unlink()
+    (report,) = run(config, listener=Silent(), stop=Silent()).reports
+    assert (report.state, len(searches), report.batch_size) == ("ok", 3, 5)
 
 
 @pytest.mark.slow

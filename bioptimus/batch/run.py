@@ -407,6 +407,8 @@ def _run_jobs(
         return workers.reports()
     import torch
 
+    from bioptimus.runtime.batch_size import usual_batch_size
+
     device = model.device if model else wanted_device(config.device)
     plan = plan_threads(
         on_cpu=device == "cpu",
@@ -429,11 +431,9 @@ def _run_jobs(
     if is_tissue_model(config.slide.plan.tissue):
         segmenter = open_segmenter(config.slide.plan.tissue, device=device)
     passes = min(plan.passes, default_slots(model.device))
-    batch_size = _batch_size(
-        config, work.jobs, model, passes=passes, threads=plan.threads, listener=listener
-    )
-    load_seconds = time.perf_counter() - began
-    listener.run_started(len(work.jobs), device=model.device)
+    auto = config.batch_size == "auto"
+    fixed = None if config.batch_size == "auto" else config.batch_size
+    batch_size = fixed or usual_batch_size(model, threads=plan.threads)
     with (
         _loaded_objects_out_of_collections(),
         InProcessClient(model, max_batch_size=batch_size, max_wait_ms=config.max_wait_ms) as client,
@@ -442,6 +442,14 @@ def _run_jobs(
         if config.stage
         else contextlib.nullcontext() as stager,
     ):
+        if auto:
+            search = _BatchSizeSearch(client, config.slide.mode, passes, listener)
+            # At once where it will be needed, while nothing else is at work.
+            if any(job.problem is None and not os.path.exists(job.output) for job in work.jobs):
+                search.run()
+            workers.search = search
+        load_seconds = time.perf_counter() - began
+        listener.run_started(len(work.jobs), device=model.device)
         workers.client, workers.readers = client, readers
         workers.readers_per_slide = plan.readers_per_slide
         workers.stager, workers.segmenter = stager, segmenter
@@ -456,26 +464,56 @@ def _run_jobs(
         return reports
 
 
-def _batch_size(
-    config: RunConfig,
-    jobs: Iterable[SlideJob],
-    model: "BaseServerModel",
-    *,
-    passes: int,
-    threads: int,
-    listener: RunListener,
-) -> int:
-    """Most tiles of one pass, of which so many may run side by side."""
-    from bioptimus.runtime.batch_size import find_batch_size, usual_batch_size
+@dataclass
+class _BatchSizeSearch:
+    """Finds the most tiles of one pass, once.
 
-    fixed = config.batch_size
-    if fixed == "auto" and not any(_is_to_do(job, config) for job in jobs):
-        fixed = None
-    if fixed != "auto":
-        return fixed or usual_batch_size(model, threads=threads)
-    found = find_batch_size(model, config.slide.mode, passes=passes)
-    listener.batch_size_found(found.tiles, device=model.device, reason=found.reason)
-    return found.tiles
+    Owner: `run`. A slide's thread runs it where only the slide tells that tiles are to be computed;
+    the others wait for it.
+    """
+
+    client: InProcessClient
+    mode: InferenceMode
+    passes: int
+    listener: RunListener
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _begun: bool = False
+
+    def run(self) -> None:
+        """Give the client the size that is found; the second time, do nothing.
+
+        Raises:
+            _ForwardError: Not even a single tile can be computed.
+        """
+        with self._lock:
+            if self._begun:
+                return
+            self._begun = True
+            from bioptimus.runtime.batch_size import find_batch_size
+
+            model = self.client.model
+            found = find_batch_size(model, self.mode, passes=self.passes)
+            self.client.max_batch_size = found.tiles
+            self.listener.batch_size_found(found.tiles, device=model.device, reason=found.reason)
+
+
+@dataclass(frozen=True)
+class _FirstTiles:
+    """Passes on what a slide says; before its first tile is computed, the batch size is found."""
+
+    listener: SlideListener
+    search: _BatchSizeSearch
+
+    def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None:
+        if resumed < tiles:
+            self.search.run()
+        self.listener.slide_planned(job, tiles=tiles, resumed=resumed)
+
+    def tiles_done(self, job: SlideJob, count: int) -> None:
+        self.listener.tiles_done(job, count)
+
+    def note(self, job: SlideJob, message: str) -> None:
+        self.listener.note(job, message)
 
 
 @contextlib.contextmanager
@@ -515,6 +553,7 @@ class _Workers:
     readers_per_slide: int = field(init=False)
     stager: Stager | None = field(init=False, default=None)
     segmenter: Segmenter | None = field(init=False, default=None)
+    search: _BatchSizeSearch | None = field(init=False, default=None)
     _next: int = 0
     # Claims of slides that are being copied ahead of their turn.
     _ahead: dict[int, Claim] = field(default_factory=dict)
@@ -694,6 +733,9 @@ class _Workers:
         )
 
     def _claimed(self, slide: SlideInput, job: SlideJob) -> SlideReport:
+        listener: SlideListener = self.listener
+        if self.search is not None:
+            listener = _FirstTiles(listener, self.search)
         with self._staged(slide, job) as staged:
             return process_slide(
                 replace(job, read_path=staged),
@@ -702,7 +744,7 @@ class _Workers:
                 readers=self.readers,
                 readers_at_once=self.readers_per_slide,
                 stop=self,
-                listener=self.listener,
+                listener=listener,
                 segmenter=self.segmenter,
             )
 
