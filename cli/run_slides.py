@@ -1,5 +1,7 @@
 """What `embed` and `predict` share: run, report, exit code."""
 
+import errno
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 # How often to look whether a signal has come.
 _LOOK_SECONDS = 0.1
+# How long a signal may be behind what it is the reason of.
+_SIGNAL_SECONDS = 1.0
 
 # Options that mean the same under the same name in RunConfig.
 _RUN_NAMES = (
@@ -42,9 +46,25 @@ def run_slides(options: Mapping[str, Any], *, mode: "InferenceMode") -> int:
     from bioptimus.batch.signals import StopFlag
     from cli.progress import choose_progress
 
-    log_json: bool = options["log_json"]
-    progress = choose_progress(log_json=log_json)
-    with StopFlag(at_once=progress.abandon) as stop, progress, _announced(stop, progress):
+    progress = choose_progress(log_json=options["log_json"])
+    with StopFlag(at_once=progress.abandon) as stop:
+        try:
+            return _run(options, mode, progress, stop)
+        except OSError as exc:
+            # Raised by what cannot be said any more. A closed terminal, and a reader of ours that
+            # the same Ctrl-C ended, may be noticed before the signal.
+            if exc.errno not in (errno.EIO, errno.EPIPE) or not stop.wait(_SIGNAL_SECONDS):
+                raise
+            _drop_unsaid()
+            assert stop.exit_code is not None
+            return stop.exit_code
+
+
+def _run(
+    options: Mapping[str, Any], mode: "InferenceMode", progress: "LineProgress", stop: "StopFlag"
+) -> int:
+    """Run until the end or a signal; the exit code."""
+    with progress, _announced(stop, progress):
         # Loaded here: it takes a second, and a Ctrl-C within it ends the run as later ones do.
         from bioptimus.batch.devices import run_on_devices
         from bioptimus.batch.run import run
@@ -54,11 +74,22 @@ def run_slides(options: Mapping[str, Any], *, mode: "InferenceMode") -> int:
             return stop.exit_code
         start = run_on_devices if "," in config.device else run
         result = start(config, listener=progress, stop=stop)
-    if not log_json:
+    if not options["log_json"]:
         _show_table(result)
     if stop.exit_code is not None:
         return stop.exit_code
     return 1 if result.failed else 0
+
+
+def _drop_unsaid() -> None:
+    """Let go of what a stream cannot get rid of: at its end, the process would fail for it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 @contextmanager

@@ -121,3 +121,44 @@ def test_at_a_terminal_is_answered_and_leaves_the_cursor_shown(tmp_path: Path, a
     assert running.returncode == 130
     assert b"Traceback" not in shown
     assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")
+
+
+# The command line in a session whose terminal is its standard input.
+AT_A_TERMINAL = """
+import fcntl, os, signal, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+# Ignored where this test runs in the background.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from cli.__main__ import run
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "until"), [((), b"loading"), (("--log-json",), b'"slide_planned"')]
+)
+def test_a_closed_terminal_is_told_by_the_exit_code(
+    tmp_path: Path, how: tuple[str, ...], until: bytes
+) -> None:
+    ours, theirs = pty.openpty()
+    words = ("embed", str(EXAMPLE_SLIDE), "--out", str(tmp_path), "--batch-size", "1", *how)
+    command = [sys.executable, "-c", AT_A_TERMINAL, *words]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as running:
+        os.close(theirs)
+        read(ours, until=until)
+        os.close(ours)
+        assert running.wait(timeout=60) == 129
+    assert not list(tmp_path.rglob("*.claim"))
+
+
+def test_a_reader_that_the_same_signal_ended_changes_no_exit_code(tmp_path: Path) -> None:
+    words = (EXAMPLE_SLIDE, "--out", tmp_path)
+    module = "bioptimus.runtime.batch_size"  # loaded by the run itself
+    with start(module, "embed", *words, errors=subprocess.PIPE) as running:
+        assert running.stdin is not None
+        assert running.stderr is not None
+        assert b"stopping" in running.stderr.readline()
+        running.stderr.close()
+        running.stdin.close()
+        assert running.wait(timeout=60) == 130
