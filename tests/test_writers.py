@@ -377,6 +377,48 @@ def test_a_damaged_part_starts_anew(tmp_path: Path, damage: str) -> None:
         assert writer.started_anew_because
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("digest", None),
+        ("parameters", [1]),
+        ("layout", [1]),
+        ("layout", "x"),
+        ("rows", -1),
+        ("rows", True),
+        ("rows", 30.0),
+        ("rows", "30"),
+        ("rows", 1 << 62),
+        ("columns", ["features"]),
+        ("columns", {"features": "8"}),
+        ("columns", {"features": -8}),
+        ("dtype", "float64"),
+        ("dtype", ["float32"]),
+        ("coords_crc", None),
+    ],
+)
+def test_a_part_whose_header_holds_what_nobody_writes_is_not_readable(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    path = tmp_path / "a.h5"
+    with HDF5Writer.open(path, plan()) as writer:
+        rows_of(writer, 0, 10)
+    whole = part_of(path).read_bytes()
+    length = int.from_bytes(whole[16:24], "little")
+    header = json.loads(whole[128 : 128 + length])
+    (header if name in header else header["layout"])[name] = value
+    text = json.dumps(header).encode()
+    damaged = whole[:16] + len(text).to_bytes(8, "little") + whole[24:128] + text
+    for wanted in (plan(), plan(digest="other", digest_parameters=OTHER)):
+        part_of(path).write_bytes(damaged.ljust(len(whole), b"\1"))
+        assert look_at_part(path, wanted) == "it is not a readable part"
+        with HDF5Writer.open(path, wanted) as writer:
+            assert writer.started_anew_because == "it is not a readable part"
+    # Nor does it count as the rows of others, beside a finished file.
+    part_of(path).write_bytes(damaged.ljust(len(whole), b"\1"))
+    assert part.rows_of_others(part_of(path), OTHER) is None
+
+
 def test_same_digest_with_other_tiles_is_not_trusted(tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     with HDF5Writer.open(path, plan()) as writer:

@@ -30,7 +30,7 @@ from bioptimus.inference.disk import (
     sync_folder,
     temporary_beside,
 )
-from bioptimus.inference.layout import differences, to_json
+from bioptimus.inference.layout import STORED_TYPES, differences, to_json
 
 _MAGIC = b"bioptimus part1\n"
 _LENGTH_AT = 16
@@ -324,12 +324,34 @@ def _read_header(file: DiskFile) -> dict[str, Any]:
         return {}
     try:
         header = json.loads(file.read(length, _HEADER_AT))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    if not isinstance(header, dict) or not header.keys() >= {"digest", "parameters", "layout"}:
+    if not _is_header(header, most_rows=file.size()):
         return {}
     boot = start[_BOOT_AT : _BOOT_AT + _BOOT_BYTES]
     return {**header, "header_bytes": length, "boot": boot}
+
+
+def _is_header(header: Any, *, most_rows: int) -> bool:
+    """Whether a header holds all that :meth:`PartFile.create` writes, each of its kind."""
+    if not isinstance(header, dict):
+        return False
+    layout = header.get("layout")
+    return (
+        isinstance(header.get("digest"), str)
+        and isinstance(header.get("parameters"), dict)
+        and isinstance(layout, dict)
+        and _is_count(layout.get("rows"))
+        and layout["rows"] <= most_rows  # each has a byte for its state
+        and isinstance(layout.get("columns"), dict)
+        and all(map(_is_count, layout["columns"].values()))
+        and layout.get("dtype") in STORED_TYPES
+        and _is_count(layout.get("coords_crc"))
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _why_not(
@@ -341,7 +363,7 @@ def _why_not(
     if found["digest"] != digest:
         words = differences(found["parameters"], parameters)
         return words or "its digest is another"
-    if found["layout"].get("coords_crc") != layout.coords_crc:
+    if found["layout"]["coords_crc"] != layout.coords_crc:
         return "its tiles lie elsewhere"
     return differences(found["layout"], vars(layout)) or None
 
@@ -350,11 +372,10 @@ def _other_rows(
     file: DiskFile, found: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> OtherRows | None:
     """What a part holds that was made with other parameters; None where that is nothing."""
-    told = found.get("parameters")
-    words = differences(told, parameters) if isinstance(told, dict) else ""
-    rows = found.get("layout", {}).get("rows")
-    if not words or not isinstance(rows, int):
+    words = differences(found["parameters"], parameters) if found else ""
+    if not words:
         return None
+    rows = found["layout"]["rows"]
     state_at = _aligned(_HEADER_AT + found["header_bytes"])
     state = _read_state(file, rows, state_at, boot=found["boot"])
     done = int(np.count_nonzero(state != PENDING))
