@@ -1,10 +1,12 @@
 """The ``bioptimus`` command, and ``python -m cli`` in its stead."""
 
+import os
 import sys
 
 
 def run() -> None:
     """Run the command line and end the process with its exit code."""
+    _open_closed_streams()
     try:
         # Here, so that a Ctrl-C while it is loading ends like any other.
         from cli.main import main
@@ -13,6 +15,18 @@ def run() -> None:
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Put the null device in the place of standard streams that the caller closed.
+
+    The next file opened would get their number, and a result what a library says on stderr.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - for good
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import typer
 
 from bioptimus.errors import BioptimusError, UsageError
 from cli import convert, doctor, embed, info, models, predict, report, submit, tiles, verify, view
-from cli.progress import JsonLines, event_line, one_line
+from cli.progress import JsonLines, drop_stdout, event_line, one_line
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
     name="bioptimus",
@@ -111,10 +113,17 @@ def main(arguments: list[str] | None = None) -> int:
         _print_error("; ".join([str(exc), *notes]), code, as_json=as_json)
     except OSError as exc:
         # A name that no file can have: typed, or left by a variable that holds something else.
-        if exc.errno != errno.ENAMETOOLONG:
+        if exc.errno == errno.ENAMETOOLONG:
+            code = EXIT_USAGE
+            text = f"{exc.filename}: {exc.strerror}; check the path"
+        # Whatever has a name told it. This is a log on a full disk, say.
+        elif exc.errno in _CANNOT_WRITE and exc.filename is None:
+            drop_stdout()
+            code = EXIT_FAILED
+            text = f"standard output: {exc.strerror}; send it elsewhere"
+        else:
             raise
-        code = EXIT_USAGE
-        _print_error(f"{exc.filename}: {exc.strerror}; check the path", code, as_json=as_json)
+        _print_error(text, code, as_json=as_json)
     except Exception as exc:
         # Typer's own usage errors have a text of their own; anything else is a bug and keeps
         # its traceback.

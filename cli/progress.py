@@ -43,6 +43,7 @@ class LineProgress:
         self._lock = threading.Lock()
         self._slides = self._ended = 0
         self._loading_since = time.monotonic()
+        self.unwritten: OSError | None = None  # why paths are missing on stdout
 
     def __enter__(self) -> "LineProgress":
         """Nothing to start."""
@@ -94,14 +95,27 @@ class LineProgress:
         # Slides that cannot be processed end before the run has started.
         count = f"[{self._ended}/{self._slides}] " if self._slides else ""
         self._line(f"{count}{slide_line(job.name, report)}")
-        if report.output:
-            with self._lock:
-                print_result(report.output)
+        self._result(report.output)
+
+    def _result(self, path: str) -> None:
+        """A finished file's path on stdout; where that fails, the run goes on and tells later."""
+        if not path or self.unwritten is not None:
+            return
+        with self._lock:
+            try:
+                print_result(path)
+            except OSError as exc:
+                self.unwritten = exc
+                drop_stdout()
 
     def _line(self, text: str) -> None:
-        with self._lock:
-            self._stream.write(one_line(text) + "\n")
-            self._stream.flush()
+        # A full disk under the log, a terminal that is gone: the run's report says the same.
+        with self._lock, contextlib.suppress(OSError):
+            self._write(one_line(text))
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
 
 
 class JsonProgress(LineProgress):
@@ -140,9 +154,7 @@ class JsonProgress(LineProgress):
         from bioptimus.batch.report import slide_record
 
         self._event("slide_ended", **slide_record(report))
-        if report.output:
-            with self._lock:
-                print_result(report.output)
+        self._result(report.output)
 
     def _event(self, kind: str, **values: Any) -> None:
         self._line(event_line(kind, **values))
@@ -258,8 +270,8 @@ class BarProgress(LineProgress):
             self._progress.advance(self._overall)
         super().slide_ended(job, report)
 
-    def _line(self, text: str) -> None:
-        self._console.print(one_line(text), markup=False, highlight=False, soft_wrap=True)
+    def _write(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def choose_progress(*, log_json: bool) -> LineProgress:
@@ -289,6 +301,13 @@ def print_result(path: str) -> None:
     else:
         sys.stdout.write(path + "\n")
     sys.stdout.flush()
+
+
+def drop_stdout() -> None:
+    """Send what is still on its way to stdout nowhere, else Python fails of it again at its end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def left_out(skipped: Iterable[tuple[object, str]]) -> Iterator[str]:

@@ -5,10 +5,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from cli.progress import HELD, left_out, one_line, rate_text, without_name
+from bioptimus.errors import OutputError
+from cli.progress import HELD, left_out, one_line, rate_text, say, without_name
 
 if TYPE_CHECKING:
     from bioptimus.batch.run import RunConfig, RunResult
@@ -38,6 +39,9 @@ def run_slides(options: Mapping[str, Any], *, mode: "InferenceMode") -> int:
 
     Returns:
         The exit code: 0, 1 if a slide failed, 130 / 143 / 129 after SIGINT / SIGTERM / SIGHUP.
+
+    Raises:
+        OutputError: Paths of finished files could not be told; the run went on to its end.
     """
     if options["dry_run"]:
         from cli.dry_run import show_plan
@@ -75,9 +79,15 @@ def _run(
         start = run_on_devices if "," in config.device else run
         result = start(config, listener=progress, stop=stop)
     if not options["log_json"]:
-        _show_table(result)
+        with suppress(OSError):  # as for the lines of the run
+            _show_table(result)
     if stop.exit_code is not None:
         return stop.exit_code
+    if progress.unwritten is not None:
+        raise OutputError(
+            f"standard output: {progress.unwritten.strerror}; paths are missing there, and are all "
+            f"in {result.run_file}"
+        )
     return 1 if result.failed else 0
 
 
@@ -165,12 +175,11 @@ def _show_table(result: "RunResult") -> None:
 
     from bioptimus.batch.report import is_left_to_another_job
 
-    console = Console(stderr=True, soft_wrap=True)
     if not result.reports:
-        console.print("nothing to do: this share of the inputs is empty", highlight=False)
+        say("nothing to do: this share of the inputs is empty", err=True)
         return
     for line in left_out(result.skipped):
-        console.print(one_line(line), markup=False, highlight=False)
+        say(line, err=True)
     if sys.stderr.isatty():
         table = Table("slide", "state", "tiles", "failed tiles", "tiles/s", "seconds", "reason")
         for report in result.reports:
@@ -185,11 +194,10 @@ def _show_table(result: "RunResult") -> None:
             )
             # As text: in a string, a name in brackets would be markup.
             table.add_row(*(Text(one_line(cell)) for cell in cells))
-        console.print(table)
+        Console(stderr=True, soft_wrap=True).print(table)
     counts: dict[str, int] = {}
     for report in result.reports:
         state = HELD if is_left_to_another_job(report.state, report.output) else report.state
         counts[state] = counts.get(state, 0) + 1
     summary = ", ".join(f"{count} {state}" for state, count in counts.items())
-    line = one_line(f"{summary}; report: {result.run_file}")
-    console.print(line, markup=False, highlight=False)
+    say(f"{summary}; report: {result.run_file}", err=True)

@@ -1,0 +1,62 @@
+"""Standard streams that are closed, or go to a full disk, cost nobody a run."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import EXAMPLE_SLIDE
+
+FULL = Path("/dev/full")  # each write fails as on a full disk
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+
+
+def _bioptimus(*words: object, streams: str) -> subprocess.CompletedProcess[str]:
+    """The command line under a shell's redirections."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-m", "cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_run_whose_standard_streams_are_closed_ends_well(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = _bioptimus("embed", EXAMPLE_SLIDE, "--out", out, streams="<&- >&- 2>&-")
+    assert done.returncode == 0
+    assert (out / "lite0" / f"{EXAMPLE_SLIDE.stem}.h5").is_file()
+
+
+@needs_full
+def test_run_goes_on_where_paths_cannot_be_told_and_says_so_at_its_end(tmp_path: Path) -> None:
+    slides = tmp_path / "slides"
+    slides.mkdir()
+    for name in ("a.svs", "b.svs"):
+        (slides / name).write_bytes(EXAMPLE_SLIDE.read_bytes())
+    out = tmp_path / "out"
+    done = _bioptimus("embed", slides, "--out", out, streams=f"> {FULL}")
+    assert done.returncode == 1
+    assert sorted(path.name for path in (out / "lite0").iterdir()) == ["a.h5", "b.h5"]
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: standard output: {os.strerror(errno.ENOSPC)}")
+    assert "Traceback" not in done.stderr
+
+
+@needs_full
+def test_run_goes_on_where_its_lines_cannot_be_told(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = _bioptimus("embed", EXAMPLE_SLIDE, "--out", out, streams=f"2> {FULL}")
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [str(out / "lite0" / f"{EXAMPLE_SLIDE.stem}.h5")]
+
+
+@needs_full
+def test_full_disk_under_the_output_of_a_command_is_one_line() -> None:
+    done = _bioptimus("info", EXAMPLE_SLIDE, streams=f"> {FULL}")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: standard output: {os.strerror(errno.ENOSPC)}")
