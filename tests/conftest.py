@@ -1,8 +1,10 @@
-"""What several test files share: the slides."""
+"""What several test files share: the slides, and a model for runs."""
 
 from pathlib import Path
 
 import pytest
+
+from bioptimus.tiles import TileSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE_SLIDE = ROOT / "examples" / "CMU-1-Small-Region.svs"
@@ -21,3 +23,13 @@ def shared_slides() -> Path:
     if not SHARED_SLIDES.is_dir():
         pytest.skip("needs the folder shared/slides beside the checkout")
     return SHARED_SLIDES
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``.pt2`` of a tiny model of 64-px tiles, to be left as it is."""
+    # Here, since it loads torch, which few tests need.
+    from tests.tiny_models import TINY, save_tiny
+
+    spec = TINY.with_(tile=TileSpec(size_px=64))
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny.pt2", spec)

@@ -20,14 +20,7 @@ from cli.main import main
 from cli.progress import LineProgress
 from tests.result_files import damage
 from tests.slides import tissue, write_pyramid
-from tests.tiny_models import TINY, save_module, tiny
-
-MODEL = TINY.with_(tile=TileSpec(size_px=64))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_module(tiny(), MODEL, tmp_path_factory.mktemp("model") / "tiny.pt2")
+from tests.tiny_models import save_module
 
 
 @pytest.fixture

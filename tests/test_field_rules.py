@@ -25,15 +25,9 @@ from bioptimus.tiles import TileSpec
 from tests.killed_runs import Silent
 from tests.models import fake_model
 from tests.slides import tissue, write_pyramid
-from tests.tiny_models import TINY, save_module, tiny
+from tests.tiny_models import save_module
 
 WHOLE = SlideOptions(plan=PlanOptions(tissue="none"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.pt2"
-    return save_module(tiny(), TINY.with_(tile=TileSpec(size_px=64)), path)
 
 
 def slide(path: Path, side: int = 128) -> Path:

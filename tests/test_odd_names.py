@@ -13,20 +13,12 @@ from bioptimus.batch.inputs import find_inputs, write_list
 from bioptimus.errors import BioptimusError, UsageError
 from bioptimus.io.wsi import Slide
 from bioptimus.planning import require_tissue_file
-from bioptimus.tiles import TileSpec
 from cli.main import main
 from tests.slides import tissue, write_pyramid
-from tests.tiny_models import TINY, save_module, tiny
 
 ODD, SHOWN = "a\nb\x1b[2J.tif", r"a\nb\x1b[2J.tif"
 # In rich's markup these end something that was never begun.
 BRACKETS = "[x[/y].tif"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = TINY.with_(tile=TileSpec(size_px=64))
-    return save_module(tiny(), spec, tmp_path_factory.mktemp("model") / "tiny.pt2")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from bioptimus.models.types import ModelSpec
 from bioptimus.tiles import TileSpec
 from cli.main import main
 from tests.slides import tissue, write_pyramid
-from tests.tiny_models import TINY, TinyRNA, save_module, tiny
+from tests.tiny_models import TinyRNA, save_module
 
 TPM = "gene,tpm\n" + "".join(f"G{number},{1e6 / 7}\n" for number in range(7))
 RNA = ModelSpec(
@@ -22,12 +22,6 @@ RNA = ModelSpec(
     rna_dim=7,
     input_genes=tuple(f"G{number}" for number in range(7)),
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = TINY.with_(tile=TileSpec(size_px=64))
-    return save_module(tiny(), spec, tmp_path_factory.mktemp("model") / "tiny.pt2")
 
 
 @pytest.fixture

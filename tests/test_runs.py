@@ -27,21 +27,13 @@ from bioptimus.planning import PlanOptions
 from bioptimus.runtime import batch_size
 from bioptimus.runtime.loader import ModelChoice, load_model
 from bioptimus.runtime.server_model import BaseServerModel
-from bioptimus.tiles import TileSpec
 from tests.conftest import ROOT
 from tests.killed_runs import Silent
 from tests.result_files import damage
 from tests.slides import tissue, write_pyramid
-from tests.tiny_models import TINY, save_module, tiny
 
 SLIDES = 6
 TILES = 256
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.pt2"
-    return save_module(tiny(), TINY.with_(tile=TileSpec(size_px=64)), path)
 
 
 @pytest.fixture(scope="module")
