@@ -13,7 +13,7 @@ import typer
 
 from bioptimus.errors import BioptimusError, UsageError
 from cli import convert, doctor, embed, info, models, predict, report, submit, tiles, verify, view
-from cli.progress import JsonLines, drop_stdout, event_line, one_line
+from cli.progress import JsonLines, drop_unsaid, event_line, one_line
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
             text = f"{exc.filename}: {exc.strerror}; check the path"
         # Whatever has a name told it. This is a log on a full disk, say.
         elif exc.errno in _CANNOT_WRITE and exc.filename is None:
-            drop_stdout()
+            drop_unsaid()
             code = EXIT_FAILED
             text = f"standard output: {exc.strerror}; send it elsewhere"
         else:

@@ -106,7 +106,7 @@ class LineProgress:
                 print_result(path)
             except OSError as exc:
                 self.unwritten = exc
-                drop_stdout()
+                drop_unsaid()
 
     def _line(self, text: str) -> None:
         # A full disk under the log, a terminal that is gone: the run's report says the same.
@@ -303,11 +303,15 @@ def print_result(path: str) -> None:
     sys.stdout.flush()
 
 
-def drop_stdout() -> None:
-    """Send what is still on its way to stdout nowhere, else Python fails of it again at its end."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+def drop_unsaid() -> None:
+    """Let go of what a stream cannot get rid of: at its end, the process would fail for it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def left_out(skipped: Iterable[tuple[object, str]]) -> Iterator[str]:

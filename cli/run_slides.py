@@ -1,7 +1,6 @@
 """What `embed` and `predict` share: run, report, exit code."""
 
 import errno
-import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -9,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from bioptimus.errors import OutputError
-from cli.progress import HELD, left_out, one_line, rate_text, say, without_name
+from cli.progress import HELD, drop_unsaid, left_out, one_line, rate_text, say, without_name
 
 if TYPE_CHECKING:
     from bioptimus.batch.run import RunConfig, RunResult
@@ -59,7 +58,7 @@ def run_slides(options: Mapping[str, Any], *, mode: "InferenceMode") -> int:
             # the same Ctrl-C ended, may be noticed before the signal.
             if exc.errno not in (errno.EIO, errno.EPIPE) or not stop.wait(_SIGNAL_SECONDS):
                 raise
-            _drop_unsaid()
+            drop_unsaid()
             assert stop.exit_code is not None
             return stop.exit_code
 
@@ -89,17 +88,6 @@ def _run(
             f"in {result.run_file}"
         )
     return 1 if result.failed else 0
-
-
-def _drop_unsaid() -> None:
-    """Let go of what a stream cannot get rid of: at its end, the process would fail for it."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
 
 
 @contextmanager
