@@ -339,6 +339,22 @@ def test_csv_with_semicolons_as_spreadsheets_write_it(tmp_path: Path) -> None:
     assert (slide.mpp, slide.extra) == (0.5, {"note": "a,b"})
 
 
+def test_list_taken_for_a_slide_and_a_pattern_in_a_list_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    touch(Path("x.svs"))
+    Path("list.TSV").write_text("slide\tmpp\nx.svs\t0.5\n")
+    (slide,) = find_inputs(["list.TSV"]).slides
+    assert slide.problem is not None
+    assert "ends in .csv, or is read with -" in slide.problem
+    with Path("list.TSV").open() as text:
+        assert names(find_inputs(["-"], stdin=text)) == ["x.svs"]
+    (slide,) = find_inputs(["-"], stdin=io.StringIO("*.svs\n")).slides
+    assert slide.problem is not None
+    assert "patterns in a list are not searched for" in slide.problem
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -349,7 +365,9 @@ def test_csv_with_semicolons_as_spreadsheets_write_it(tmp_path: Path) -> None:
         ("slide,mpp\n\nx.svs,0\n", "line 3: mpp '0'"),
         ("slide,mpp\nx.svs,nan\n", "mpp 'nan'"),
         ("slide,mpp\n,0.5\n", "line 2: no slide"),
-        ('slide\n"x.svs\n' + "y" * 140_000, "l.csv, line 3: field larger.*a quote not closed"),
+        ('slide\n"x.svs\n' + "y" * 140_000, "l.csv, line 2: field larger.*a quote not closed"),
+        ('slide,mpp\nx.svs,1\n"y.svs,1\nz.svs,1\n', "l.csv, line 3: .*a quote not closed"),
+        ('slide,mpp\n"x.svs,1\ny.svs,1\n"z.svs",1\n', "l.csv, line 2: .*a quote not closed"),
         ("slide,mpp\nx.svs,0.5,0.7\n", "3 cells for 2 columns"),
         ("slide,mpp,mpp\nx.svs,1,1\n", "column 'mpp' is there twice"),
         ("slide,relative_path\nx.svs,../x\n", "leaves the output folder"),

@@ -53,6 +53,8 @@ SLIDE_EXTENSIONS = (
 PICTURE_EXTENSIONS = (".jpeg", ".jpg", ".png")
 
 LIST_EXTENSION = ".csv"
+# People name lists so, but other files as well.
+_TEXT_EXTENSIONS = (".txt", ".tsv", ".lst", ".list")
 
 # Slide formats that people have and OpenSlide cannot read: worth a word of their own.
 FOREIGN_EXTENSIONS = {
@@ -554,6 +556,8 @@ def _problem(path: Path) -> str | None:
     except FileNotFoundError:
         if path.is_symlink():
             return f"a link to {os.readlink(path)}, which is not there; mount or copy the target"
+        if glob.has_magic(str(path)):  # those that were typed have been searched for
+            return "no such file, and patterns in a list are not searched for; check the path"
         return "no such file; check the path"
     except OSError as exc:
         return why_unreadable(exc)
@@ -563,7 +567,11 @@ def _problem(path: Path) -> str | None:
         str(path.absolute()).encode()
     except UnicodeEncodeError:
         return "its path is not in UTF-8, so that no result can name it; rename what is not"
-    return _foreign(path) if stat.S_ISREG(mode) else "neither a file nor a folder"
+    if not stat.S_ISREG(mode):
+        return "neither a file nor a folder"
+    if path.suffix.lower() in _TEXT_EXTENSIONS:
+        return "no slide; a list of slides ends in .csv, or is read with - in place of its name"
+    return _foreign(path)
 
 
 def static_folder(pattern: str) -> Path:
@@ -697,12 +705,15 @@ def _near_misses(name: str, columns: Sequence[str]) -> Iterator[str]:
 
 def _rows(name: str, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of each row's last line, and its cells."""
-    reader = csv.reader(io.StringIO(text), delimiter=delimiter)
+    # Strict, or a quote that is not closed would make one name of all that follows.
+    reader = csv.reader(io.StringIO(text), delimiter=delimiter, strict=True)
+    before = 0
     try:
         for cells in reader:
-            yield reader.line_num, cells
+            before = reader.line_num
+            yield before, cells
     except csv.Error as exc:
-        raise UsageError(f"{name}, line {reader.line_num}: {exc}; is a quote not closed?") from exc
+        raise UsageError(f"{name}, line {before + 1}: {exc}; is a quote not closed?") from exc
 
 
 def _cells(line: str, delimiter: str) -> list[str]:
