@@ -355,6 +355,24 @@ def test_list_taken_for_a_slide_and_a_pattern_in_a_list_are_told(
     assert "patterns in a list are not searched for" in slide.problem
 
 
+def test_name_without_room_for_its_result_is_told_before_the_slide_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fits, long = Path("a" * 209 + ".svs"), Path("b" * 210 + ".svs")
+    touch(fits, long)
+    claim = tmp_path / f"{fits.stem}.h5.claim.{'0' * 32}.now"
+    claim.touch()  # the longest name that a run makes can be made
+    one, other = find_inputs(["."]).slides
+    assert one.problem is None
+    assert other.problem is not None
+    assert "its result's name would take 213 bytes" in other.problem
+    Path("l.csv").write_text(f"slide,relative_path\n{long},b.svs\n")
+    (slide,) = find_inputs(["l.csv"]).slides
+    assert slide.problem is None
+    assert [s.problem for s in find_inputs(["."], for_results=False).slides] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

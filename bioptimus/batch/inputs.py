@@ -19,7 +19,7 @@ import sys
 import unicodedata
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import NamedTuple, TextIO
 
@@ -70,6 +70,9 @@ FOREIGN_EXTENSIONS = {
     ".mds": "Motic",
     ".tmap": "UNIC",
 }
+
+# File systems take 255 bytes, and a run makes <name>.claim.<32 digits>.now beside a result.
+_LONGEST_RESULT_NAME = 255 - len(".claim.") - 32 - len(".now")
 
 # How lists that are written here hold names that are no UTF-8; such slides fail by themselves.
 _ODD_BYTES = "surrogatepass"
@@ -184,6 +187,7 @@ def find_inputs(
         finder.take_argument(str(argument))
     slides = tuple(finder.slides.values())
     if for_results:
+        slides = tuple(map(_with_room_for_result, slides))
         _refuse_collisions(slides)
     notes = (*finder.notes, *finder.passed_over())
     return Inputs(slides=slides, skipped=tuple(finder.skipped), notes=notes)
@@ -588,6 +592,18 @@ def _summary(skipped: Sequence[Skipped]) -> str:
     kinds = Counter(re.split("[:;]", s.reason)[0] for s in skipped)
     told = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4))
     return f"; {len(skipped)} skipped: {told}"
+
+
+def _with_room_for_result(slide: SlideInput) -> SlideInput:
+    """The slide, or as one with a problem where no file system takes its result's name."""
+    length = len(os.fsencode(_output_key(slide).name))
+    if slide.problem is not None or length <= _LONGEST_RESULT_NAME:
+        return slide
+    problem = (
+        f"its result's name would take {length} bytes, and {_LONGEST_RESULT_NAME} leave room for "
+        "what lies beside it; rename the slide, or list it with a column relative_path"
+    )
+    return replace(slide, problem=problem)
 
 
 def _refuse_collisions(slides: Sequence[SlideInput]) -> None:
