@@ -15,7 +15,14 @@ from bioptimus.convert.scverse import h5ad, spatialdata
 from bioptimus.convert.tables import npz, parquet, zarr
 from bioptimus.convert.trees import clam, trident
 from bioptimus.errors import OutputError, UsageError
-from bioptimus.inference.disk import output_errors, sync_folder, temporary_beside
+from bioptimus.inference.disk import (
+    output_errors,
+    remove,
+    remove_abandoned,
+    sync_folder,
+    temporary_beside,
+    written_aside,
+)
 from bioptimus.inference.results import Result, open_result
 
 
@@ -120,6 +127,7 @@ def convert(
     with output_errors(out, "cannot be made", advice="choose another --out"):
         out.mkdir(parents=True, exist_ok=True)
     record = Record(out)
+    remove_abandoned(out / piece.path for plan in plans for piece in plan.pieces)
     while plans:
         # Off the list: a result keeps what was read of it.
         yield _convert(plans.popleft(), out, record, overwrite=overwrite)
@@ -205,38 +213,34 @@ def _check_space(plan: Conversion, out: Path) -> None:
 def _make(piece: Piece, target: Path) -> None:
     with output_errors(target, "cannot be written", advice="nothing is left under this name"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_beside(target)
-        try:
-            piece.write(temporary)
-            if piece.is_folder:
-                _replace_folder(temporary, target)
-            else:
+        if piece.is_folder:
+            _make_folder(piece, target)
+        else:
+            with written_aside(target) as temporary:
+                piece.write(temporary)
                 _sync(temporary)
-                temporary.replace(target)
-            sync_folder(target.parent)
-        except BaseException:
-            _remove(temporary)
-            raise
+        sync_folder(target.parent)
 
 
-def _replace_folder(temporary: Path, target: Path) -> None:
-    """A folder cannot be renamed over another: the old one steps aside first."""
-    if not target.exists():
+def _make_folder(piece: Piece, target: Path) -> None:
+    """A folder cannot be renamed over another: the old one steps aside first, and back at an end.
+
+    Raises:
+        OutputError: A folder is there that may be anything.
+    """
+    temporary, old = temporary_beside(target), temporary_beside(target)
+    try:
+        piece.write(temporary)
+        if target.exists():
+            if not any((target / name).exists() for name in (".zgroup", "zarr.json")):
+                raise OutputError(f"{target}: is a folder that no conversion made; move it away")
+            target.rename(old)
         temporary.rename(target)
-        return
-    if not any((target / name).exists() for name in (".zgroup", "zarr.json")):
-        raise OutputError(f"{target}: is a folder that no conversion made; move it away")
-    old = temporary_beside(target)
-    target.rename(old)
-    temporary.rename(target)
-    shutil.rmtree(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    finally:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        remove(temporary)
+        remove(old)
 
 
 def _sync(path: Path) -> None:

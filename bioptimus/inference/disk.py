@@ -8,10 +8,12 @@ write, and a second fsync would report success over them.
 import errno
 import logging
 import os
+import re
 import secrets
+import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -23,6 +25,9 @@ _T = TypeVar("_T")
 
 TRANSIENT_ERRORS = frozenset({errno.ESTALE, errno.EIO})
 RETRY_DELAYS_S = (0.1, 1.0, 5.0)
+
+_TEMPORARY = re.compile(rf"(.+){re.escape(PART_SUFFIX)}\.[0-9a-f]{{8}}", re.DOTALL)
+_ABANDONED_S = 86_400
 
 fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has none
 
@@ -168,6 +173,57 @@ def temporaries_beside(path: Path) -> list[Path]:
         for name in os.listdir(path.parent)
         if name.startswith(prefix) and len(name) == len(prefix) + 8
     ]
+
+
+def remove_abandoned(targets: Iterable[Path]) -> None:
+    """Remove what killed processes left of :func:`temporary_beside`, files and folders.
+
+    Only what nobody wrote to for a day: until then another process, on another machine perhaps, may
+    be at work on it, and it is in nobody's way.
+
+    Args:
+        targets: Names that are about to be written.
+    """
+    names: dict[Path, set[str]] = {}
+    for target in targets:
+        names.setdefault(target.parent, set()).add(target.name)
+    for folder, wanted in names.items():
+        try:
+            entries = os.listdir(folder) if folder.is_dir() else []
+            for entry in entries:
+                match = _TEMPORARY.fullmatch(entry)
+                if match and match[1] in wanted and _is_old(folder / entry):
+                    remove(folder / entry)
+        except OSError as exc:
+            _log.debug("%s: what was left there is not removed: %s", folder, exc)
+
+
+def _is_old(path: Path) -> bool:
+    within = path.rglob("*") if path.is_dir() else ()
+    newest: float = max(each.lstat().st_mtime for each in (path, *within))
+    return newest < time.time() - _ABANDONED_S
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder; neither need be there, and no error is raised."""
+    with suppress(OSError):
+        path.unlink()
+        return
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """A new name to write a file under; it gets its own once the block has gone well.
+
+    Until then what was there stays. Afterwards the new name is gone, however the block ends.
+    """
+    temporary = temporary_beside(target)
+    try:
+        yield temporary
+        temporary.replace(target)
+    finally:
+        remove(temporary)
 
 
 @contextmanager

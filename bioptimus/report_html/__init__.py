@@ -23,6 +23,7 @@ def write_html(out: Path, target: Path, *, pictures: bool = True) -> int:
         UsageError: The folder is not there.
         OutputError: The folder holds neither results nor reports, or the page cannot be written.
     """
+    from bioptimus.inference.disk import remove_abandoned, written_aside
     from bioptimus.report_html.collect import collect
     from bioptimus.report_html.page import render
     from bioptimus.report_html.pictures import draw_all
@@ -33,11 +34,11 @@ def write_html(out: Path, target: Path, *, pictures: bool = True) -> int:
     if not run.slides and not run.runs:
         raise OutputError(f"{out}: holds neither result files nor runs/*.json")
     text = render(run, draw_all(run) if pictures else {})
-    part = target.with_name(target.name + ".part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
+        remove_abandoned([target])
+        with written_aside(target) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as exc:
         raise OutputError(f"{target}: cannot be written: {exc.strerror or exc}") from exc
     return len(run.slides)

@@ -240,6 +240,7 @@ def _write_quietly(entry: Path, value: str) -> None:
     except OSError as exc:
         # A full disk costs the next start some seconds, nothing else.
         log.debug("cannot remember a checksum: %s", exc)
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
 

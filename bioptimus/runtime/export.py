@@ -20,9 +20,9 @@ from torch.export import Dim, ExportedProgram
 from torch.torch_version import TorchVersion
 
 from bioptimus.errors import CheckpointError, release_frames
+from bioptimus.inference.disk import remove_abandoned, temporary_beside
 from bioptimus.models.types import ModelSpec
 from bioptimus.runtime.archive import DESCRIPTION, TensorSpec
-from bioptimus.runtime.cache import beside
 from bioptimus.runtime.fitting import expected_inputs, expected_outputs, pool_tokens
 from bioptimus.runtime.machine import free_memory
 from bioptimus.runtime.runners import first_line, open_runner
@@ -118,7 +118,8 @@ def _made_aside(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: The file, or anything in the block, cannot be written.
     """
-    folder = beside(path)
+    remove_abandoned([path])
+    folder = temporary_beside(path)
     try:
         folder.mkdir(parents=True)
         candidate = folder / "model.pt2"  # torch's loader wants this ending

@@ -1,6 +1,5 @@
 """The pictures, drawn with matplotlib (the extra ``view``)."""
 
-import contextlib
 import logging
 import warnings
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import OutputError, UsageError
-from bioptimus.inference.disk import temporary_beside
+from bioptimus.inference.disk import written_aside
 from bioptimus.view.clusters import k_means
 from bioptimus.view.colours import (
     CLUSTER_COLOURS,
@@ -260,18 +259,15 @@ def save(
     metadata: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
     if made_from is not None:
         metadata["Subject" if kind == "pdf" else "Source"] = made_from
-    temporary = temporary_beside(path)
     try:
-        # Text stays text, and two runs give the same bytes.
-        with mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "view"}):
+        with (
+            written_aside(path) as temporary,
+            # Text stays text, and two runs give the same bytes.
+            mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "view"}),
+        ):
             render(figure, temporary, format=kind, dpi=options.dpi, metadata=metadata or None)
-        temporary.replace(path)
     except OSError as exc:
         raise OutputError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
-    finally:
-        # Of a name that is too long there is none, as the error says.
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def shows(path: Path, made_from: str) -> bool:

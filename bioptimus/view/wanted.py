@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from bioptimus.errors import OutputError, UsageError
+from bioptimus.inference.disk import remove_abandoned
 from bioptimus.view import figures
 from bioptimus.view.components import Components
 from bioptimus.view.page import PictureOptions
@@ -268,6 +269,7 @@ def draw_sheet(
     if slide is None and wanted.use_slide:
         slide = find_slide(source)
     fitted = fits.get(sheet.space) if sheet.space is not None else None
+    remove_abandoned(sheet.pictures.values())
     for name, draw in _drawings(source, wanted, replace(options, slide=slide), fitted):
         path = sheet.pictures[name]
         try:
