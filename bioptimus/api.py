@@ -5,15 +5,16 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from bioptimus.batch.quiet import Stop
 from bioptimus.batch.run import RunConfig, list_work, run
 from bioptimus.errors import BioptimusError, SlideError, UsageError
 from bioptimus.io.wsi import OpenOptions
 from bioptimus.models.types import InferenceMode
-from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport
+from bioptimus.pipeline import SlideOptions, SlideReport
 from bioptimus.planning import PlanOptions
 
 if TYPE_CHECKING:
@@ -109,10 +110,10 @@ def embed_slide(
     count = len(list_work(config, loaded).jobs)
     if count != 1:
         raise UsageError(f"{slide}: holds {count} slides; give one, or use bioptimus.batch.run")
-    stop = _Stop()
+    stop = Stop()
     # The caller's thread only waits, so that a stop button reaches it while the run goes on.
     with ThreadPoolExecutor(1, thread_name_prefix="embed-slide") as one:
-        running = one.submit(run, config, listener=_Silent(), stop=stop, model=loaded)
+        running = one.submit(run, config, stop=stop, model=loaded)
         try:
             reports = running.result().reports
         except KeyboardInterrupt:
@@ -142,38 +143,3 @@ def _opened(report: SlideReport) -> "Result":
     if isinstance(report.error, BioptimusError):
         raise report.error
     raise SlideError(f"{report.slide}: {report.reason or report.state}") from report.error
-
-
-@dataclass
-class _Stop:
-    """Tells a run to stop."""
-
-    stopped: bool = False
-
-
-class _Silent:
-    """Hears a run and says nothing."""
-
-    def loading(self, model: str) -> None:
-        """Nothing."""
-
-    def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None:
-        """Nothing."""
-
-    def run_started(self, slides: int, *, device: str) -> None:
-        """Nothing."""
-
-    def slide_started(self, job: SlideJob) -> None:
-        """Nothing."""
-
-    def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None:
-        """Nothing."""
-
-    def tiles_done(self, job: SlideJob, count: int) -> None:
-        """Nothing."""
-
-    def note(self, job: SlideJob, message: str) -> None:
-        """Nothing."""
-
-    def slide_ended(self, job: SlideJob, report: SlideReport) -> None:
-        """Nothing."""

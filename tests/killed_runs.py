@@ -16,32 +16,10 @@ from pathlib import Path
 import torch  # noqa: F401  (imported before the fork, as is all that follows)
 
 from bioptimus.batch.run import RunConfig, run
-from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport
+from bioptimus.pipeline import SlideOptions
 from bioptimus.planning import PlanOptions
 
 LONGEST_S = 0.9
-
-
-class Silent:
-    """Hears a run and says nothing; never stops it."""
-
-    stopped = False
-
-    def loading(self, model: str) -> None: ...
-
-    def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None: ...
-
-    def run_started(self, slides: int, *, device: str) -> None: ...
-
-    def slide_started(self, job: SlideJob) -> None: ...
-
-    def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None: ...
-
-    def tiles_done(self, job: SlideJob, count: int) -> None: ...
-
-    def note(self, job: SlideJob, message: str) -> None: ...
-
-    def slide_ended(self, job: SlideJob, report: SlideReport) -> None: ...
 
 
 def embed(slides: Path, model: Path, out: Path) -> None:
@@ -53,7 +31,7 @@ def embed(slides: Path, model: Path, out: Path) -> None:
         workers=2,
         slide=SlideOptions(plan=PlanOptions(tissue="none")),
     )
-    result = run(config, listener=Silent(), stop=Silent())
+    result = run(config)
     states = {report.state for report in result.reports}
     if not states <= {"ok", "skipped"}:
         raise SystemExit(f"{[report.reason for report in result.reports]}")

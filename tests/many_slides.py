@@ -10,10 +10,10 @@ import sys
 import threading
 from pathlib import Path
 
+from bioptimus.batch.quiet import SilentListener
 from bioptimus.batch.run import RunConfig, run
 from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport
 from bioptimus.planning import PlanOptions
-from tests.killed_runs import Silent
 
 EARLY = 100
 
@@ -31,7 +31,7 @@ def state(slides: int) -> str:
     )
 
 
-class Counting(Silent):
+class Counting(SilentListener):
     """Prints the state after the first hundred slides."""
 
     def __init__(self) -> None:
@@ -55,7 +55,6 @@ def main(slides: Path, model: Path, out: Path) -> None:
             slide=SlideOptions(plan=PlanOptions(tissue="none")),
         ),
         listener=listener,
-        stop=listener,
     )
     if bad := [report.reason for report in result.reports if report.state != "ok"]:
         sys.exit(f"{len(bad)} slides did not end well, the first: {bad[0]}")

@@ -13,9 +13,10 @@ from typing import Any, cast
 
 import pytest
 
+from bioptimus.batch import quiet
 from bioptimus.batch.devices import _Collected, _relay, _SendingListener
+from bioptimus.batch.quiet import SilentListener
 from bioptimus.pipeline import SlideJob, SlideReport
-from tests.killed_runs import Silent
 
 Event = tuple[str, dict[str, Any]]
 JOB = SlideJob(path=Path("a.svs"), output=Path("a.h5"), name="a.svs")
@@ -61,14 +62,14 @@ class Stop:
 def relay(first: Event | None, *, stopped: bool, fail_fast: bool = False) -> int:
     """How often the process was told to end; one that was not has an end of its own."""
     process = Process(first)
-    collected = _Collected(Silent(), 2, fail_fast=fail_fast)
+    collected = _Collected(SilentListener(), 2, fail_fast=fail_fast)
     stop = Stop(process, comes=stopped)
     _relay(cast(Any, [process]), {process.reader}, collected, stop)
     return process.told
 
 
 def test_every_device_tells_the_batch_size_it_found() -> None:
-    class Hears(Silent):
+    class Hears(SilentListener):
         def __init__(self) -> None:
             self.found: list[tuple[int, str, str]] = []
 
@@ -98,7 +99,7 @@ def test_failed_slide_stops_the_other_devices_under_fail_fast() -> None:
 def test_a_process_killed_in_the_middle_of_a_word_holds_up_nobody(written: int) -> None:
     heard: list[str] = []
 
-    class Hears(Silent):
+    class Hears(SilentListener):
         def note(self, job: SlideJob, message: str) -> None:
             heard.append(message)
 
@@ -118,7 +119,7 @@ def test_a_process_killed_in_the_middle_of_a_word_holds_up_nobody(written: int) 
         process.start()
         writer.close()
     collected = _Collected(Hears(), 2, fail_fast=False)
-    _relay(processes, {reader for reader, _ in pipes}, collected, Silent())
+    _relay(processes, {reader for reader, _ in pipes}, collected, quiet.Stop())
     assert sorted(heard) == ["one", "three", "two"]
     assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0]
 

@@ -25,7 +25,6 @@ from bioptimus.runtime.lite0 import lite0_from_weights
 from bioptimus.tiles import TileSpec, plan_tiles
 from bioptimus.verify import verify
 from tests.conftest import EXAMPLE_SLIDE
-from tests.killed_runs import Silent
 from tests.slides import write_pyramid
 from tests.test_hdf5_contract import check_attributes, table
 from tests.tiny_models import save_module
@@ -420,7 +419,7 @@ def test_warnings_about_bulk_rna_are_in_the_file_and_in_the_report(tmp_path: Pat
         bulk_rna=table,
         slide=SlideOptions(mode=InferenceMode.PREDICTION, plan=PlanOptions(tissue="none")),
     )
-    (report,) = run(config, listener=Silent(), stop=Silent()).reports
+    (report,) = run(config).reports
     (warning,) = report.warnings
     assert f"{GENES_IN - 1} of {GENES_IN} genes" in warning
     with h5py.File(report.output) as file:

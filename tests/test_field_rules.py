@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import read_runs
 from bioptimus.batch.run import RunConfig, run
 from bioptimus.errors import OutputError
@@ -22,7 +23,6 @@ from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport, process_slid
 from bioptimus.planning import PlanOptions
 from bioptimus.runtime.segmenter import open_segmenter
 from bioptimus.tiles import TileSpec
-from tests.killed_runs import Silent
 from tests.models import fake_model
 from tests.slides import tissue, write_pyramid
 from tests.tiny_models import save_module
@@ -39,7 +39,7 @@ def embed(inputs: Path, model: Path, out: Path, **options: Any) -> tuple[SlideRe
     config = RunConfig(
         inputs=(str(inputs),), out=out, model=str(model), **{"slide": WHOLE, **options}
     )
-    return run(config, listener=Silent(), stop=Silent()).reports
+    return run(config).reports
 
 
 class CountingReaders(ThreadPoolExecutor):
@@ -75,14 +75,14 @@ def test_tiles_of_the_next_batch_are_read_while_the_model_works(tmp_path: Path) 
                 client=client,
                 options=WHOLE,
                 readers=readers,
-                stop=Silent(),
-                listener=Silent(),
+                stop=Stop(),
+                listener=SilentListener(),
             )
     assert report.state == "ok"
     assert waited[0]
 
 
-class Together(Silent):
+class Together(SilentListener):
     """Lets no slide go on before two are planned."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ def test_next_slide_is_opened_while_one_is_under_way(model: Path, tmp_path: Path
     config = RunConfig(
         inputs=(str(tmp_path / "slides"),), out=tmp_path / "out", model=str(model), slide=WHOLE
     )
-    reports = run(config, listener=Together(), stop=Silent()).reports
+    reports = run(config, listener=Together()).reports
     assert [report.state for report in reports] == ["ok", "ok"]
 
 

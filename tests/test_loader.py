@@ -16,7 +16,6 @@ from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.loader import build_server_model, resolve_model, wanted_device
 from bioptimus.runtime.segmenter import open_segmenter
 from bioptimus.runtime.server_model import BaseServerModel, BulkRNAServerModel, MaskServerModel
-from tests.killed_runs import Silent
 from tests.test_runners import Mask
 from tests.tiny_models import TINY, TinyRNA, save_foreign, save_module, save_tiny
 
@@ -110,7 +109,7 @@ def test_one_load_looks_at_the_file_once(
     assert looked_at == [name, "tiny.pt2", "mask.pt2"]
     looked_at.clear()
     config = batch_run.RunConfig(inputs=(str(example_slide),), out=tmp_path / "out")
-    (report,) = batch_run.run(config, listener=Silent(), stop=Silent()).reports
+    (report,) = batch_run.run(config).reports
     assert (report.state, looked_at) == ("ok", [name])
 
 

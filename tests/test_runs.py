@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from bioptimus.batch import run as batch_run
+from bioptimus.batch.quiet import SilentListener
 from bioptimus.batch.report import read_runs
 from bioptimus.batch.run import RunConfig, run
 from bioptimus.batch.stage import Stager
@@ -28,7 +29,6 @@ from bioptimus.runtime import batch_size
 from bioptimus.runtime.loader import ModelChoice, load_model
 from bioptimus.runtime.server_model import BaseServerModel
 from tests.conftest import ROOT
-from tests.killed_runs import Silent
 from tests.result_files import damage
 from tests.slides import tissue, write_pyramid
 
@@ -232,7 +232,7 @@ def test_slide_that_failed_on_one_device_is_not_tried_on_another(
     )
     failed = bytearray(2)
     for states in (["failed", "ok"], ["skipped", "skipped"]):
-        reports = run(config, listener=Silent(), stop=Silent(), failed=failed).reports
+        reports = run(config, failed=failed).reports
         assert [report.state for report in reports] == states
     assert read_runs(tmp_path / "out").slides[str(bad)]["state"] == "failed"
 
@@ -275,7 +275,7 @@ def test_signal_stops_the_processes_of_all_devices_and_each_slide_is_told_once(
     assert not list(tmp_path.rglob("*.claim"))
 
 
-class Interrupting(Silent):
+class Interrupting(SilentListener):
     """Interrupts the main thread, as a notebook's stop button does, once tiles are done."""
 
     def __init__(self) -> None:
@@ -306,13 +306,13 @@ def test_ctrl_c_that_is_no_stop_signal_ends_the_workers_and_keeps_their_work(
     before, threads = signal.signal(signal.SIGINT, listener.hear), set(threading.enumerate())
     try:
         with pytest.raises(KeyboardInterrupt):
-            run(config, listener=listener, stop=listener)
+            run(config, listener=listener)
     finally:
         signal.signal(signal.SIGINT, before)
     assert set(threading.enumerate()) <= threads
     assert [each["state"] for each in records(tmp_path)] == ["stopped"] * SLIDES
     assert [path.suffix for path in leftovers(tmp_path)] == [".part"]
-    first, *_ = run(config, listener=Silent(), stop=Silent()).reports
+    first, *_ = run(config).reports
     assert 0 < first.tiles_resumed < TILES
     assert_same_files(tmp_path, undisturbed)
 
@@ -420,10 +420,10 @@ def test_slides_that_are_done_are_not_staged_again(
         stage=tmp_path / "local",
         slide=SlideOptions(plan=PlanOptions(tissue="none")),
     )
-    made = run(config, listener=Silent(), stop=Silent()).reports
+    made = run(config).reports
     Path(made[2].output).unlink()
     first, copied[:] = sorted(copied), []
-    again = run(config, listener=Silent(), stop=Silent()).reports
+    again = run(config).reports
     assert [report.state for report in again] == ["skipped"] * 2 + ["ok"] + ["skipped"] * 3
     assert first == sorted(path.name for path in slides.iterdir())
     assert copied == ["slide 2.tif"]
@@ -479,7 +479,9 @@ def test_report_of_several_devices_tells_what_was_left_out(
 def test_slides_claimed_ahead_are_given_back_when_the_run_is_stopped(
     slides: Path, model: Path, tmp_path: Path
 ) -> None:
-    class Stop(Silent):
+    class Stop(SilentListener):
+        stopped = False
+
         def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None:
             deadline = time.monotonic() + 30
             while len(list(tmp_path.rglob("*.claim"))) < 3:  # the folder's, this slide's, the next
@@ -513,7 +515,7 @@ def test_slides_too_large_to_stage_are_left_to_other_processes(
 
     monkeypatch.setattr(Stager, "_run", tell)
 
-    class Look(Silent):
+    class Look(SilentListener):
         def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None:
             assert passed.wait(30)
             claimed.append(len(list((tmp_path / "out").rglob("*.claim"))))
@@ -527,7 +529,7 @@ def test_slides_too_large_to_stage_are_left_to_other_processes(
         stage_gb=1e-6,
         slide=SlideOptions(plan=PlanOptions(tissue="none")),
     )
-    reports = run(config, listener=Look(), stop=Silent()).reports
+    reports = run(config, listener=Look()).reports
     assert {report.state for report in reports} == {"ok"}
     assert claimed == [1] * len(reports)
 
@@ -550,18 +552,18 @@ def test_no_batch_size_is_looked_for_where_nothing_is_to_be_computed(
         slide=SlideOptions(plan=PlanOptions(tissue="none")),
     )
     for state in ("ok", "skipped"):
-        (report,) = run(config, listener=Silent(), stop=Silent()).reports
+        (report,) = run(config).reports
         assert (report.state, len(searches)) == (state, 1)
     # Whether there is anything to replace, only the slide itself tells.
     again = replace(config, slide=replace(config.slide, overwrite=True))
-    (report,) = run(again, listener=Silent(), stop=Silent()).reports
+    (report,) = run(again).reports
     assert (report.state, len(searches)) == ("skipped", 1)
     output = Path(report.output)
     damage(output, "features")
-    (report,) = run(again, listener=Silent(), stop=Silent()).reports
+    (report,) = run(again).reports
     assert (report.state, len(searches), report.batch_size) == ("ok", 2, 5)
     output.unlink()
-    (report,) = run(config, listener=Silent(), stop=Silent()).reports
+    (report,) = run(config).reports
     assert (report.state, len(searches), report.batch_size) == ("ok", 3, 5)
 
 
@@ -686,13 +688,13 @@ def test_a_lost_device_ends_the_run_and_a_rerun_goes_on(
         slide=SlideOptions(plan=PlanOptions(tissue="none")),
     )
     failed = bytearray(SLIDES)
-    reports = run(config, listener=Silent(), stop=Silent(), failed=failed).reports
+    reports = run(config, failed=failed).reports
     states = ["ok", "failed"] + ["stopped"] * (SLIDES - 2)
     assert [report.state for report in reports] == states
     assert "cpu works no more in this process (the device failed: CUDA error" in reports[1].reason
     assert not any(failed), "another device may try it"
     monkeypatch.setattr(batch_run, "load_model", load_model)
-    again = run(config, listener=Silent(), stop=Silent()).reports
+    again = run(config).reports
     assert again[1].tiles_resumed > 0
     assert_same_files(tmp_path, undisturbed)
 

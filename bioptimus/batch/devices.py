@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bioptimus.batch.inputs import write_list
+from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import RUNS_FOLDER, is_left_to_another_job, merge_reports
 from bioptimus.batch.run import RunConfig, RunListener, RunResult, Work, list_work, run
 from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
@@ -39,14 +40,17 @@ _Writer = connection.Connection
 _POLL_SECONDS = 0.2
 
 
-def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal) -> RunResult:
+def run_on_devices(
+    config: RunConfig, *, listener: RunListener | None = None, stop: StopSignal | None = None
+) -> RunResult:
     """Run with one process for each device named in ``config.device``, commas between.
 
     Args:
         config: What to do; ``workers`` and ``readers`` count for each process, ``stage_gb`` for
             all together.
-        listener: Hears the progress of all processes, on the calling thread.
-        stop: Once it says so, the processes are told to stop and end as one process would.
+        listener: Hears the progress of all processes, on the calling thread; None: nobody does.
+        stop: Once it says so, the processes are told to stop and end as one process would; None:
+            nobody says so.
 
     Returns:
         One report per slide, whichever process took it.
@@ -55,6 +59,7 @@ def run_on_devices(config: RunConfig, *, listener: RunListener, stop: StopSignal
         UsageError: The inputs or options make no sense.
         BioptimusError: As `run`, from the first process that could not start, if none could.
     """
+    listener, stop = listener or SilentListener(), stop or Stop()
     devices = config.devices
     work = list_work(config)
     work.tell_notes()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from bioptimus.batch.claims import Claim
 from bioptimus.batch.inputs import SlideInput, find_inputs, output_path
 from bioptimus.batch.places import refuse_unwritable
+from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import RunFile
 from bioptimus.batch.shards import parse_shard, share
 from bioptimus.batch.stage import Stager
@@ -187,8 +188,8 @@ class RunListener(SlideListener, Protocol):
 def run(
     config: RunConfig,
     *,
-    listener: RunListener,
-    stop: StopSignal,
+    listener: RunListener | None = None,
+    stop: StopSignal | None = None,
     failed: MutableSequence[int] | None = None,
     model: "BaseServerModel | None" = None,
     skipped: Sequence[tuple[str, str]] = (),
@@ -197,8 +198,9 @@ def run(
 
     Args:
         config: What to do.
-        listener: Hears the progress.
-        stop: Once it says so, running slides flush what they have and end as ``stopped``.
+        listener: Hears the progress; None: nobody does.
+        stop: Once it says so, running slides flush what they have and end as ``stopped``. None:
+            only a ``KeyboardInterrupt`` does that.
         failed: A number per slide, not 0 once it has failed; shared by the processes of one run
             on several devices, so that only one of them tries such a slide.
         model: Loaded already from a file; what the configuration says of model and device is only
@@ -236,6 +238,7 @@ def run(
             failed = bytearray(len(work.jobs))
         reports = []
         if work.jobs:
+            listener, stop = listener or SilentListener(), stop or Stop()
             reports = _run_jobs(work, config, run_file, listener, stop, failed, model)
     return RunResult(
         reports=tuple(reports),
