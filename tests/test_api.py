@@ -125,6 +125,25 @@ def test_options_that_the_command_would_refuse_are_refused(
         kinds[what](**values)
 
 
+def test_numbers_of_a_table_count_as_pythons_own(example_slide: Path, tmp_path: Path) -> None:
+    model = build_server_model(save_tiny(tmp_path / "tiny.pt2"))
+
+    def embed(mpp: float, share: float, overlap: int, batch: int) -> int:
+        options = SlideOptions(
+            opening=OpenOptions(mpp_override=mpp),
+            plan=PlanOptions(tissue="none", min_tissue=share, overlap_px=overlap),
+        )
+        result = bioptimus.embed_slide(
+            example_slide, out=tmp_path, model=model, options=options, batch_size=batch
+        )
+        return result.path.stat().st_mtime_ns
+
+    # As pandas and numpy give them; mypy takes numpy's float64 for a float, and nothing else.
+    cells: Any = (np.float32(0.5), np.float64(0.5), np.int64(2), np.int32(8))
+    made = embed(*cells)
+    assert embed(0.5, 0.5, 2, 8) == made, "what is done is only opened"
+
+
 def test_a_slide_that_cannot_be_read_raises_its_own_error(tmp_path: Path) -> None:
     (tmp_path / "empty.svs").write_bytes(b"")
     with pytest.raises(SlideOpenError, match=r"empty\.svs"):

@@ -16,9 +16,11 @@ import time
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
 
 from bioptimus.batch.claims import Claim
 from bioptimus.batch.inputs import SlideInput, find_inputs, output_path
@@ -121,6 +123,8 @@ class RunConfig:
             UsageError: The device is none, a number is too small, or no room is left for staged
                 slides.
         """
+        for each in fields(self):
+            object.__setattr__(self, each.name, _plain(getattr(self, each.name)))
         for device in self.devices:
             if device != "auto":
                 check_device_name(device)
@@ -144,6 +148,16 @@ class RunConfig:
         if not names:
             raise UsageError(f"--device {self.device!r} names no device")
         return names
+
+
+def _plain(value: Any) -> Any:
+    """An option, or options, with Python's own numbers, which files and their digest hold.
+
+    In a script they may be numpy's, such as a cell of a table.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _plain(getattr(value, f.name)) for f in fields(value)})
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @dataclass(frozen=True, kw_only=True)
