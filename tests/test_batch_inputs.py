@@ -103,6 +103,13 @@ def test_folder_is_searched_to_the_bottom_and_each_other_file_is_listed_with_a_r
     }
 
 
+def test_picture_that_is_named_besides_its_folder_is_not_told_as_left_out(tmp_path: Path) -> None:
+    touch(tmp_path / "a.svs", tmp_path / "b.png", tmp_path / "c.png")
+    inputs = find_inputs([tmp_path, tmp_path / "b.png"])
+    assert names(inputs) == ["a.svs", "b.png"]
+    assert list(reasons(inputs)) == ["c.png"]
+
+
 @pytest.mark.parametrize(
     ("name", "stem"),
     [

@@ -51,6 +51,7 @@ SLIDE_EXTENSIONS = (
 
 # Taken when named, not when met in a folder: there they are thumbnails and figures.
 PICTURE_EXTENSIONS = (".jpeg", ".jpg", ".png")
+_PICTURE = "picture; taken only when named"
 
 LIST_EXTENSION = ".csv"
 # People name lists so, but other files as well.
@@ -190,7 +191,7 @@ def find_inputs(
         slides = tuple(map(_with_room_for_result, slides))
         _refuse_collisions(slides)
     notes = (*finder.notes, *finder.passed_over())
-    return Inputs(slides=slides, skipped=tuple(finder.skipped), notes=notes)
+    return Inputs(slides=slides, skipped=tuple(finder.left_out()), notes=notes)
 
 
 def output_path(out: Path, model_name: str, slide: SlideInput) -> Path:
@@ -294,6 +295,12 @@ class _Finder:
             self._take_list(argument, _read_text(path), folder=path.parent)
         else:
             self._take_file(path, PurePath(path.name), _Row())
+
+    def left_out(self) -> Iterator[Skipped]:
+        """What was skipped, but for pictures met in a folder that were named besides."""
+        for skipped in self.skipped:
+            if skipped.reason != _PICTURE or self._real_file(skipped.path) not in self.slides:
+                yield skipped
 
     def passed_over(self) -> Iterator[str]:
         """Tell of slides in folders that were not searched, unless they were named."""
@@ -532,7 +539,7 @@ def _file_reason(path: Path) -> str | None:
     if name.endswith(SLIDE_EXTENSIONS) or _may_be_dicom(name):
         return None
     if name.endswith(PICTURE_EXTENSIONS):
-        return "picture; taken only when named"
+        return _PICTURE
     return _foreign(path) or "unknown extension"
 
 
