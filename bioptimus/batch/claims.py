@@ -111,7 +111,10 @@ class Claim:
                 return None
         except OSError as exc:
             where = f": {exc.filename}" if exc.filename else ""
-            raise OutputError(f"{path}: cannot claim this slide: {exc.strerror}{where}") from exc
+            raise OutputError(
+                f"{path}: cannot claim this slide: {exc.strerror}{where}; mend that, or choose "
+                "another --out"
+            ) from exc
         claim = cls(path, holder)
         _heart.add(claim)
         return claim
