@@ -9,12 +9,12 @@ def run() -> None:
     _open_closed_streams()
     try:
         # Here, so that a Ctrl-C while it is loading ends like any other.
-        from cli.ending import signals_end
+        from cli.ending import end_on_signals
 
-        with signals_end():
-            from cli.main import main
+        end_on_signals()
+        from cli.main import main
 
-            code = main()
+        code = main()
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

@@ -1,36 +1,35 @@
 """SIGTERM and SIGHUP end a command as Ctrl-C does: what it writes under another name goes first."""
 
+import os
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from types import FrameType
 
+# As in bioptimus.batch.signals, which takes longer to load than this.
+_SAME_SIGNAL_S = 0.1
 
-@contextmanager
-def signals_end() -> Iterator[None]:
-    """In this block SIGTERM and SIGHUP raise ``SystemExit``, with code 143 or 129.
 
-    Left to themselves they end Python where it stands, and no ``finally`` runs. The second SIGTERM
-    does that here too. A command that finishes what is under way puts its own handlers in their
-    place meanwhile.
+def end_on_signals() -> None:
+    """From now on SIGTERM and SIGHUP raise ``SystemExit``, with code 143 or 129.
+
+    Left to themselves they end Python where it stands, and no ``finally`` runs. A second SIGTERM
+    does that here too, unless it is the first one told twice. A command that finishes what is under
+    way puts its own handlers in their place meanwhile.
     """
-    if threading.current_thread() is not threading.main_thread():  # which alone may have handlers
-        yield
-        return
-    # Not where they are ignored, as by nohup, nor where a program that calls us has its own.
-    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, _end)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Ignored from the start, as by nohup: leave it so.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    told = time.monotonic()
+
+    def end_at_once(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - told > _SAME_SIGNAL_S:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end_at_once)
     # Of a terminal that was closed kernel and shell tell at the same moment: never the second one.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise SystemExit(128 + number)

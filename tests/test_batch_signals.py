@@ -14,7 +14,7 @@ from bioptimus.batch.signals import StopFlag
 
 # A run: a worker thread that ends its piece of work when told, a main thread that waits in steps.
 RUN = """
-import sys, threading, time
+import signal, sys, threading, time
 from bioptimus.batch.signals import StopFlag
 stubborn = len(sys.argv) > 1
 def work():
@@ -109,6 +109,13 @@ def test_second_signal_ends_a_process_whose_worker_hangs(start: Start) -> None:
     assert (run.returncode, out, err) == (143, "", "")
 
 
+def test_one_signal_told_twice_as_by_timeout_lets_threads_land(start: Start) -> None:
+    run = start(RUN.replace("flag.wait(60)", "[signal.raise_signal(15) for _ in range(2)]"))
+    out, err = run.communicate(timeout=30)
+    assert set(out.splitlines()) == {"ready", "main stops", "worker landed", "cleaned up"}
+    assert (run.returncode, err) == (143, "")
+
+
 @pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
 def test_end_of_the_terminal_told_behind_another_signal_lets_threads_land(
     start: Start, first: signal.Signals
@@ -143,7 +150,7 @@ def test_children_get_the_signal_once_also_from_a_terminal(
 def test_second_signal_ends_children_too(start: Start) -> None:
     parent = start(PARENT, RUN, "stubborn")
     assert output_of(parent).readline().startswith("ready ")
-    parent.send_signal(signal.SIGTERM)
+    parent.send_signal(signal.SIGINT)
     assert output_of(parent).readline() == "told\n"
     parent.send_signal(signal.SIGTERM)
     # The children hold the error stream too: it ends when the last of them does.

@@ -101,6 +101,19 @@ def test_of_a_closed_terminal_it_ends_in_the_same_way(folder: Path) -> None:
     assert contents(folder / "out") == {}
 
 
+def test_one_signal_told_twice_as_by_timeout_does_not_end_the_cleaning_up() -> None:
+    code = (
+        "import signal; from cli.ending import end_on_signals\n"
+        "end_on_signals()\n"
+        "try: signal.raise_signal(signal.SIGTERM)\n"
+        "finally: signal.raise_signal(signal.SIGTERM); print('cleaned up')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "")
+
+
 def test_the_old_folder_is_back_in_its_place(folder: Path) -> None:
     pytest.importorskip("zarr")
     words = ["convert", "results", "--to", "zarr", "--out", "out", "--overwrite"]

@@ -9,6 +9,9 @@ from types import FrameType
 from typing import Any, Self
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# GNU timeout tells its child, and then the child's group: the child hears one SIGTERM twice, a few
+# microseconds apart. What comes within this time is no second one.
+_SAME_SIGNAL_S = 0.1
 # How long a stop may go unnoticed by a main thread that waits.
 STEP_S = 0.1
 
@@ -23,7 +26,8 @@ class StopFlag:
     The second signal ends the process through ``os._exit`` with the same code: no ``finally``
     runs and no thread is waited for. That loses what was computed since the last flush, as
     ``kill -9`` would: parts resume, and claims are seen to be a dead process's. A SIGHUP is
-    never the second one: that a terminal was closed, kernel and shell tell at the same moment.
+    never the second one: that a terminal was closed, kernel and shell tell at the same moment. Nor
+    is a SIGTERM right behind another.
 
     Child processes come from ``start_child``: in a process group of their own, so that a
     terminal's Ctrl-C does not reach them, and each signal is passed on to them exactly once.
@@ -41,6 +45,7 @@ class StopFlag:
         """
         self._at_once = at_once
         self._signal: int | None = None
+        self._since = 0.0
         self._previous: dict[int, Any] = {}
         self._children: list[subprocess.Popen[str]] = []
 
@@ -93,9 +98,12 @@ class StopFlag:
         self._previous.clear()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == self._signal == signal.SIGTERM and now - self._since < _SAME_SIGNAL_S:
+            return
         second = self._signal is not None and number != signal.SIGHUP
         if self._signal is None:
-            self._signal = number
+            self._signal, self._since = number, now
         for child in self._children:
             _pass_on(child, number)
         if second:
