@@ -1,19 +1,22 @@
 """The ``bioptimus`` command: one Typer app, one place that turns errors into exit codes."""
 
+import difflib
 import errno
 import logging
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Annotated, TextIO
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, TextIO
 
 import typer
 
 from bioptimus.errors import BioptimusError, UsageError
 from cli import convert, doctor, embed, info, models, predict, report, submit, tiles, verify, view
 from cli.progress import JsonLines, drop_unsaid, event_line, one_line
+
+logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -60,6 +63,30 @@ def _root(
     An independent implementation, not affiliated with Bioptimus.
     """
     _log_to_stderr(verbose=verbose, as_json=bool(context.obj))
+    if name := context.invoked_subcommand:
+        commands: dict[str, Any] = vars(context.command)["commands"]
+        for line in _variables_of_no_option(commands[name], f"BIOPTIMUS_{name.upper()}"):
+            logger.warning("%s", line)
+
+
+def _variables_of_no_option(command: Any, prefix: str) -> Iterator[str]:
+    """Tell of variables that look like an option's of this command and are none, if misspelt."""
+    known = _variables(command, prefix)
+    for variable in sorted(os.environ):
+        if variable.startswith(f"{prefix}_") and variable not in known:
+            near = difflib.get_close_matches(variable, known, n=1)
+            meant = f"; is {near[0]} meant?" if near else ""
+            yield f"{variable} is set, and sets no option{meant}"
+
+
+def _variables(command: Any, prefix: str) -> set[str]:
+    """Names of the variables that set an option of a command, or of those that it holds."""
+    names = {
+        parameter.envvar or f"{prefix}_{parameter.name.upper()}" for parameter in command.params
+    }
+    for name, inner in getattr(command, "commands", {}).items():
+        names |= _variables(inner, f"{prefix}_{name.upper()}")
+    return names
 
 
 _SETTINGS: dict[Callable[..., object], dict[str, object]] = {

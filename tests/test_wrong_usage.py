@@ -23,6 +23,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_misspelt_variable_of_an_option_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIOPTIMUS_INFO_JSN", "1")
+    monkeypatch.setenv("BIOPTIMUS_INFO_JSON", "0")
+    monkeypatch.setenv("BIOPTIMUS_EMBED_OUTT", "other command")
+    monkeypatch.setenv("BIOPTIMUS_CACHE_GB", "20")
+    assert main(["info", SLIDE]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "WARNING: BIOPTIMUS_INFO_JSN is set, and sets no option; is BIOPTIMUS_INFO_JSON meant?"
+    ]
+    monkeypatch.setenv("BIOPTIMUS_MODELS_LIST_JSON", "1")
+    assert main(["models", "list"]) == 0
+    assert not capsys.readouterr().err
+
+
 SLIDE = str(EXAMPLE_SLIDE)
 RUNS = [
     (["--model", "missing.pt2"], "missing.pt2: no such file"),
