@@ -346,7 +346,8 @@ def slide_line(name: str, report: "SlideReport") -> str:
         if rate := rate_text(report):
             words.append(f"{rate} tiles/s")
     if report.reason:
-        words.append(without_name(report.reason, name))
+        # "stopped; run the same command again" has its first word already.
+        words.append(without_name(report.reason, name).removeprefix(f"{report.state}; "))
     return ", ".join(words)
 
 

@@ -32,6 +32,14 @@ def test_slide_of_which_nothing_was_left_to_compute_has_no_rate() -> None:
     assert slide_line("a.svs", report) == "a.svs: ok, 8 tiles, 0.2 s, 20 tiles/s"
 
 
+def test_line_of_a_stopped_slide_says_so_once() -> None:
+    reason = "stopped; run the same command again to go on"
+    report = SlideReport(slide="a.svs", state="stopped", reason=reason)
+    assert slide_line("a.svs", report) == "a.svs: stopped, run the same command again to go on"
+    report.reason = "not started"
+    assert slide_line("a.svs", report) == "a.svs: stopped, not started"
+
+
 def test_rate_of_a_bar_counts_what_this_run_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     job = SlideJob(path=Path("a.svs"), output=Path("a.h5"), name="a.svs")
     with BarProgress() as progress:
