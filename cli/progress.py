@@ -28,6 +28,7 @@ _CONTROLS = {
     for code in (*range(32), *range(127, 160), 0x2028, 0x2029)
     if chr(code) != "\t"
 }
+_CONTROLS_IN_JSON = {code: f"\\u{code:04x}" for code in _CONTROLS}
 STOPPING = "stopping: finishing the batches under way; press again to stop at once"
 # Told to the terminal itself, not to what stands for it in Python.
 _STDERR = 2
@@ -165,7 +166,7 @@ def event_line(kind: str, **values: Any) -> str:
     from bioptimus.json_lines import json_line
 
     event = {"event": kind, "time": round(time.time(), 3), **values}
-    return json_line(event).decode().removesuffix("\n")
+    return json_line(event).decode().removesuffix("\n").translate(_CONTROLS_IN_JSON)
 
 
 class JsonLines(logging.Formatter):

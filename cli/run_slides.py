@@ -8,7 +8,16 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from bioptimus.errors import OutputError
-from cli.progress import HELD, drop_unsaid, left_out, one_line, rate_text, say, without_name
+from cli.progress import (
+    HELD,
+    drop_unsaid,
+    event_line,
+    left_out,
+    one_line,
+    rate_text,
+    say,
+    without_name,
+)
 
 if TYPE_CHECKING:
     from bioptimus.batch.run import RunConfig, RunResult
@@ -77,8 +86,11 @@ def _run(
             return stop.exit_code
         start = run_on_devices if "," in config.device else run
         result = start(config, listener=progress, stop=stop)
-    if not options["log_json"]:
-        with suppress(OSError):  # as for the lines of the run
+    with suppress(OSError):  # as for the lines of the run
+        if options["log_json"]:
+            line = event_line("run_ended", counts=_counts(result), report=str(result.run_file))
+            say(line, err=True)
+        else:
             _show_table(result)
     if stop.exit_code is not None:
         return stop.exit_code
@@ -161,8 +173,6 @@ def _show_table(result: "RunResult") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from bioptimus.batch.report import is_left_to_another_job
-
     if not result.reports:
         say("nothing to do: this share of the inputs is empty", err=True)
         return
@@ -183,9 +193,16 @@ def _show_table(result: "RunResult") -> None:
             # As text: in a string, a name in brackets would be markup.
             table.add_row(*(Text(one_line(cell)) for cell in cells))
         Console(stderr=True, soft_wrap=True).print(table)
+    summary = ", ".join(f"{count} {state}" for state, count in _counts(result).items())
+    say(f"{summary}; report: {result.run_file}", err=True)
+
+
+def _counts(result: "RunResult") -> dict[str, int]:
+    """How many slides ended how."""
+    from bioptimus.batch.report import is_left_to_another_job
+
     counts: dict[str, int] = {}
     for report in result.reports:
         state = HELD if is_left_to_another_job(report.state, report.output) else report.state
         counts[state] = counts.get(state, 0) + 1
-    summary = ", ".join(f"{count} {state}" for state, count in counts.items())
-    say(f"{summary}; report: {result.run_file}", err=True)
+    return counts

@@ -87,6 +87,9 @@ def test_events_of_a_name_that_is_no_utf8_are_json(
     ended = {event["slide"]: event["state"] for event in events if event["event"] == "slide_ended"}
     assert sorted(ended.values()) == ["failed", "ok"]
     assert any(slide.endswith(r"odd\xff.tif") for slide in ended)
+    assert events[-1]["event"] == "run_ended"
+    assert events[-1]["counts"] == {"failed": 1, "ok": 1}
+    assert Path(events[-1]["report"]).is_file()
 
 
 def test_list_of_such_names_gives_them_back(folder: Path) -> None:

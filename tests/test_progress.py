@@ -1,12 +1,13 @@
 """What the terminal shows while a run goes on."""
 
+import json
 import time
 from pathlib import Path
 
 import pytest
 
 from bioptimus.pipeline import SlideJob, SlideReport, Timings
-from cli.progress import BarProgress, slide_line
+from cli.progress import BarProgress, event_line, one_line, slide_line
 
 
 def test_tiles_of_a_slide_whose_end_was_told_do_not_end_the_display() -> None:
@@ -30,6 +31,12 @@ def test_slide_of_which_nothing_was_left_to_compute_has_no_rate() -> None:
     assert slide_line("a.svs", report) == "a.svs: ok, 8 tiles, 0.2 s"
     report.tiles_resumed = 4
     assert slide_line("a.svs", report) == "a.svs: ok, 8 tiles, 0.2 s, 20 tiles/s"
+
+
+def test_event_about_any_name_is_json_on_one_line() -> None:
+    name = "".join(map(chr, range(160))) + "\u2028\u2029"
+    (line,) = one_line(event_line("note", slide=name)).splitlines()
+    assert json.loads(line)["slide"] == name
 
 
 def test_line_of_a_stopped_slide_says_so_once() -> None:
