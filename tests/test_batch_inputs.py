@@ -103,6 +103,22 @@ def test_folder_is_searched_to_the_bottom_and_each_other_file_is_listed_with_a_r
     }
 
 
+def test_link_that_goes_while_a_folder_is_searched_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path / "a.svs")
+    (tmp_path / "b.svs").symlink_to("gone")
+    readlink = os.readlink
+
+    def gone(path: Path) -> str:
+        Path(path).unlink(missing_ok=True)
+        return readlink(path)
+
+    monkeypatch.setattr(os, "readlink", gone)
+    slides = find_inputs([tmp_path]).slides
+    assert [s.problem for s in slides] == [None, "no such file; check the path"]
+
+
 def test_picture_that_is_named_besides_its_folder_is_not_told_as_left_out(tmp_path: Path) -> None:
     touch(tmp_path / "a.svs", tmp_path / "b.png", tmp_path / "c.png")
     inputs = find_inputs([tmp_path, tmp_path / "b.png"])

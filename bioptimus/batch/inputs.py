@@ -19,6 +19,7 @@ import sys
 import unicodedata
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import NamedTuple, TextIO
@@ -565,7 +566,7 @@ def _problem(path: Path) -> str | None:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        if path.is_symlink():
+        with suppress(OSError):  # no link, or gone by now
             return f"a link to {os.readlink(path)}, which is not there; mount or copy the target"
         if glob.has_magic(str(path)):  # those that were typed have been searched for
             return "no such file, and patterns in a list are not searched for; check the path"
