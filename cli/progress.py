@@ -99,12 +99,14 @@ class LineProgress:
         self._result(report.output)
 
     def _result(self, path: str) -> None:
-        """A finished file's path on stdout; where that fails, the run goes on and tells later."""
+        """A finished file's path on stdout; on a full disk the run goes on and tells later."""
         if not path or self.unwritten is not None:
             return
         with self._lock:
             try:
                 print_result(path)
+            except BrokenPipeError:
+                raise  # the reader has had enough, as `| head`: the run ends
             except OSError as exc:
                 self.unwritten = exc
                 drop_unsaid()
