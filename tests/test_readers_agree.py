@@ -245,3 +245,23 @@ def test_reading_after_close_is_an_error_that_says_so(example_slide: Path) -> No
         slide.close()
         with pytest.raises(SlideReadError, match="was closed"):
             tiles.read(Tile(0, 0, 0, 224, 224))
+
+
+@pytest.mark.parametrize("side", [240, 256, 4096])
+@pytest.mark.parametrize("mpp", [8.0, 6.0, 5.6])
+def test_coarse_picture_made_of_single_stored_tiles_is_that_of_the_whole_level(
+    tmp_path: Path, side: int, mpp: float
+) -> None:
+    """Factors that divide stored tiles and such that do not, over edges that are not whole."""
+    path = slides.write_pyramid(
+        tmp_path / "a.tif", slides.noise(4203, 2307), mpp=0.5, factors=(1,), tile=side
+    )
+    with Slide.open(path) as fast, Slide.open(path, OpenOptions(reader="openslide")) as slow:
+        assert (fast.reader, slow.reader) == ("tiff", "openslide")
+        for picture, right in (
+            (fast.coarse_image(mpp), slow.coarse_image(mpp)),
+            (fast.thumbnail(), slow.thumbnail()),
+        ):
+            assert picture.downsample == right.downsample
+            np.testing.assert_array_equal(picture.pixels, right.pixels)
+            np.testing.assert_array_equal(picture.opaque, right.opaque)

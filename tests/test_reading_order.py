@@ -81,6 +81,23 @@ def _counting_decoder(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return decoded
 
 
+def test_level_that_fits_is_decoded_once_for_its_pictures_and_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = slides.write_pyramid(
+        tmp_path / "a.tif", slides.noise(2048, 2048), mpp=0.5, factors=(1,), compression="jpeg"
+    )
+    with Slide.open(path) as slide:
+        decoded = _counting_decoder(monkeypatch)
+        slide.coarse_image(8.0)
+        slide.thumbnail()
+        spec = TileSpec(size_px=224, mpp=0.5)
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        slide.tile_reader(spec).read_block(list(grid))
+        # Those that were compared with OpenSlide's are there before.
+        assert 0 < len(decoded) <= 64
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("tile_px", "most"), [(224, 1.0), (200, 1.15)])
 def test_each_stored_tile_is_decoded_about_once(

@@ -82,6 +82,10 @@ def test_tile_is_a_view_of_the_requests_pixels() -> None:
     assert sample.tile.dtype == torch.uint8
     tile[0, 5, 2] = 77
     assert sample.tile[2, 0, 5] == 77
+    assert sample.pixels is tile
+    sample.tile = sample.tile[:, 1:] + 1
+    assert sample.pixels.shape == (SIZE - 1, SIZE, 3)
+    assert sample.pixels[4, 2, 0] == tile[5, 2, 0] + 1
 
 
 def test_read_only_and_strided_pixels_are_taken() -> None:

@@ -219,7 +219,8 @@ class TiffSource:
         Raises:
             _UndecodableTileError: It cannot be decoded; nothing was copied.
         """
-        key = (level, number, factor)
+        kept = _kept(stored, factor)
+        key = (level, number, kept)
         copied = sum(map(_area, (part for _, _, part in places)))
         nothing_left = copied >= stored.visible_px(number, factor)
         if nothing_left and stored.nbytes > _KEPT_LEVEL_BYTES and key not in self._cache:
@@ -228,11 +229,14 @@ class TiffSource:
                 outs[index][place] = pixels[part]
             return
         slot = self._cache.acquire(
-            key, stored.shape(number, factor), self._decode_into, stored, number, factor, data
+            key, stored.shape(number, kept), self._decode_into, stored, number, kept, data
         )
         try:
+            pixels = slot.pixels
+            if kept != factor:
+                pixels = _reduced(pixels, stored.shape(number, factor))
             for index, place, part in places:
-                outs[index][place] = slot.pixels[part]
+                outs[index][place] = pixels[part]
         finally:
             self._cache.release(slot)
 
@@ -253,11 +257,7 @@ class TiffSource:
     ) -> Pixels:
         segments = [self._segment(stored, number, plane, data) for plane in range(stored.planes)]
         pixels = segments[0] if stored.planes == 1 else np.concatenate(segments, axis=2)
-        if factor == (1, 1):
-            return pixels
-        rows, columns, _ = stored.shape(number, factor)
-        reduced = cv2.resize(pixels, (columns, rows), interpolation=cv2.INTER_AREA)
-        return np.asarray(reduced, dtype=np.uint8)
+        return pixels if factor == (1, 1) else _reduced(pixels, stored.shape(number, factor))
 
     def _segment(self, stored: StoredLevel, number: int, plane: int, data: bytes | None) -> Pixels:
         """(tile height, tile width, samples) pixels of one piece of compressed bytes."""
@@ -286,7 +286,8 @@ class TiffSource:
         Fewer and longer reads: of a network disk each costs a journey, and each passes the
         interpreter lock on. Only those that gain by it are in the result.
         """
-        missing = [n for n in dict.fromkeys(numbers) if (level, n, factor) not in self._cache]
+        kept = _kept(stored, factor)
+        missing = [n for n in dict.fromkeys(numbers) if (level, n, kept) not in self._cache]
         if stored.planes > 1 or len(missing) < 2:
             return {}
         found: dict[int, bytes] = {}
@@ -344,6 +345,18 @@ class _Descriptor:
 
     def __del__(self) -> None:
         os.close(self.number)
+
+
+def _kept(stored: StoredLevel, factor: tuple[int, int]) -> tuple[int, int]:
+    """The factor by which tiles in the cache are reduced: not at all where all of them fit."""
+    return (1, 1) if stored.nbytes <= _KEPT_LEVEL_BYTES else factor
+
+
+def _reduced(pixels: Pixels, shape: tuple[int, int, int]) -> Pixels:
+    """Means over whole factors of pixels."""
+    rows, columns, _ = shape
+    reduced = cv2.resize(pixels, (columns, rows), interpolation=cv2.INTER_AREA)
+    return np.asarray(reduced, dtype=np.uint8)
 
 
 def _area(place: _Place) -> int:

@@ -343,33 +343,29 @@ class Slide:
         pixels = np.empty((size[1], size[0], 3), np.uint8)
         opaque = np.empty((size[1], size[0]), np.uint8)
         damaged = None if square_px is None else np.zeros((size[1], size[0]), np.bool_)
+        done = (0, 0) if square_px else self._fill_from_stored_tiles(level, scale, pixels, opaque)
         side = square_px or _STRIP_PX
         step = (max(1, int(side / scale[0])), max(1, int(side / scale[1])))
-        for top in range(0, size[1], step[1]):
-            rows = min(step[1], size[1] - top)
-            for left in range(0, size[0], step[0]):
-                columns = min(step[0], size[0] - left)
-                window, offset = _window((left * scale[0], top * scale[1]), scale, (columns, rows))
-                place = np.s_[top : top + rows, left : left + columns]
-                # The last pixel may reach beyond the level: what is there counts for all of it.
-                inside = min(window[2], width - window[0]), min(window[3], height - window[1])
-                try:
-                    rgb, alpha = self._source.read_opaque(level, *window[:2], *inside)
-                except SlideReadError:
-                    if damaged is None:
-                        raise
-                    pixels[place], opaque[place], damaged[place] = self.background, 255, True
-                    continue
-                if inside != window[2:]:
-                    beyond = ((0, window[3] - inside[1]), (0, window[2] - inside[0]))
-                    rgb = np.pad(rgb, (*beyond, (0, 0)), mode="edge")
-                    alpha = np.pad(alpha, beyond, mode="edge")
-                part = (columns, rows)
-                pixels[place] = resample(rgb, offset=offset, scale=scale, size=part)
-                whole = alpha.min() == 255
-                opaque[place] = (
-                    255 if whole else resample(alpha, offset=offset, scale=scale, size=part)
-                )
+        for left, top, columns, rows in _squares(size, step, done=done):
+            window, offset = _window((left * scale[0], top * scale[1]), scale, (columns, rows))
+            place = np.s_[top : top + rows, left : left + columns]
+            # The last pixel may reach beyond the level: what is there counts for all of it.
+            inside = min(window[2], width - window[0]), min(window[3], height - window[1])
+            try:
+                rgb, alpha = self._source.read_opaque(level, *window[:2], *inside)
+            except SlideReadError:
+                if damaged is None:
+                    raise
+                pixels[place], opaque[place], damaged[place] = self.background, 255, True
+                continue
+            if inside != window[2:]:
+                beyond = ((0, window[3] - inside[1]), (0, window[2] - inside[0]))
+                rgb = np.pad(rgb, (*beyond, (0, 0)), mode="edge")
+                alpha = np.pad(alpha, beyond, mode="edge")
+            part = (columns, rows)
+            pixels[place] = resample(rgb, offset=offset, scale=scale, size=part)
+            whole = alpha.min() == 255
+            opaque[place] = 255 if whole else resample(alpha, offset=offset, scale=scale, size=part)
         return CoarseImage(
             pixels=pixels,
             opaque=opaque,
@@ -380,6 +376,42 @@ class Slide:
             level=level,
             damaged=damaged,
         )
+
+    def _fill_from_stored_tiles(
+        self, level: int, scale: tuple[float, float], pixels: Pixels, opaque: Pixels
+    ) -> tuple[int, int]:
+        """Make as much of a coarse image as can be made of each stored tile by itself.
+
+        Args:
+            level: Where to read.
+            scale: (x, y) level pixels per pixel of the picture.
+            pixels: The picture.
+            opaque: How much of each of its pixels was scanned.
+
+        Returns:
+            (width, height) of the part that is done, from the upper left corner: all but what
+            reaches over the level's edge, or nothing.
+        """
+        if not all(by.is_integer() for by in scale):
+            return (0, 0)
+        factor = (int(scale[0]), int(scale[1]))
+        size = (
+            self.level_dimensions[level][0] // factor[0],
+            self.level_dimensions[level][1] // factor[1],
+        )
+        # Borders of stored tiles: those across would be decoded twice.
+        step = tuple(
+            max(tile, _STRIP_PX // tile * tile) // by
+            for tile, by in zip(self._source.stored_tile(level), factor, strict=True)
+        )
+        for left, top, columns, rows in _squares(size, (max(1, step[0]), max(1, step[1]))):
+            place = np.s_[top : top + rows, left : left + columns]
+            corner = (left * factor[0], top * factor[1])
+            (filled,) = self._source.read_tiles(level, [corner], factor, [pixels[place]])
+            if not filled:
+                return (0, 0)
+            opaque[place] = 255
+        return size
 
     def close(self) -> None:
         """Release the file. Reads that are under way end well; twice is fine."""
@@ -610,6 +642,23 @@ def _sample_hash(path: Path) -> str:
             file.seek(position)
             digest.update(file.read(65536))
     return digest.hexdigest()
+
+
+def _squares(
+    size: tuple[int, int], step: tuple[int, int], *, done: tuple[int, int] = (0, 0)
+) -> Iterator[tuple[int, int, int, int]]:
+    """(left, top, columns, rows) of the pieces that a picture is put together from.
+
+    Args:
+        size: (width, height) of the picture.
+        step: (width, height) of the largest piece.
+        done: (width, height) of the part in the upper left corner that is there already.
+    """
+    beside, below = (done[0], 0, size[0], done[1]), (0, done[1], size[0], size[1])
+    for first_x, first_y, end_x, end_y in (beside, below):
+        for top in range(first_y, end_y, step[1]):
+            for left in range(first_x, end_x, step[0]):
+                yield left, top, min(step[0], end_x - left), min(step[1], end_y - top)
 
 
 def _cheap_factor(wanted: float, downsample: float) -> float:

@@ -22,7 +22,6 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -62,9 +61,12 @@ Float32 = npt.NDArray[np.float32]
 _RNA_KEPT = 8
 
 
-@dataclass(slots=True)
 class PreparedSample:
     """A checked sample, ready for a batch.
+
+    Args:
+        tile: See the attributes.
+        extra_tensors: See the attributes.
 
     Attributes:
         tile: (C, H, W): uint8 as decoded, or float32 normalised by a subclass. A view of memory
@@ -73,8 +75,43 @@ class PreparedSample:
             (G,) float32 for models that take it.
     """
 
-    tile: torch.Tensor
-    extra_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    __slots__ = ("_pixels", "_tile", "extra_tensors")
+    _pixels: npt.NDArray[Any]
+    _tile: torch.Tensor | None
+
+    def __init__(
+        self, tile: torch.Tensor, extra_tensors: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        self.tile = tile
+        self.extra_tensors = {} if extra_tensors is None else extra_tensors
+
+    @classmethod
+    def from_pixels(cls, pixels: npt.NDArray[np.uint8]) -> Self:
+        """A sample whose tile is a view of (H, W, C) pixels.
+
+        The view is made when somebody asks for it: each step of torch passes the interpreter lock
+        on, and takes 20 µs where other threads want it.
+        """
+        sample = cls.__new__(cls)
+        sample._pixels, sample._tile, sample.extra_tensors = pixels, None, {}
+        return sample
+
+    @property
+    def tile(self) -> torch.Tensor:
+        """See the class."""
+        if self._tile is None:
+            self._tile = torch.from_numpy(self._pixels).permute(2, 0, 1)
+        return self._tile
+
+    @tile.setter
+    def tile(self, tile: torch.Tensor) -> None:
+        self._tile = tile
+        self._pixels = tile.permute(1, 2, 0).numpy()
+
+    @property
+    def pixels(self) -> npt.NDArray[Any]:
+        """The tile as (H, W, C), the layout that decoders and batches have in memory."""
+        return self._pixels
 
 
 class StreamPool:
@@ -288,7 +325,7 @@ class BaseServerModel:
         pixels = request.pixels(size=self._tile_size)
         if not pixels.flags.writeable:
             pixels = pixels.copy()  # torch takes no read-only memory
-        return PreparedSample(torch.from_numpy(pixels).permute(2, 0, 1))
+        return PreparedSample.from_pixels(pixels)
 
     @torch.inference_mode()
     def forward_batch(
@@ -348,27 +385,27 @@ class BaseServerModel:
 
     def _run(self, samples: list[PreparedSample]) -> tuple[npt.NDArray[Any], ...]:
         with self._streams.lease() if self._streams else nullcontext():
-            tiles = self._stage("tile", [_as_stored(sample.tile) for sample in samples])
+            tiles = self._stage("tile", [sample.pixels for sample in samples])
             inputs = [self._in_model_layout(tiles)]
             inputs += [
-                self._stage(name, [sample.extra_tensors[name] for sample in samples])
+                self._stage(name, [sample.extra_tensors[name].numpy() for sample in samples])
                 for name in samples[0].extra_tensors
             ]
             outputs = self._runner(*inputs)
             return tuple(self._to_host(output) for output in outputs)
 
-    def _stage(self, name: str, rows: list[torch.Tensor]) -> torch.Tensor:
+    def _stage(self, name: str, rows: list[npt.NDArray[Any]]) -> torch.Tensor:
         """One tensor of all rows, on the device."""
         shape, dtype = rows[0].shape, rows[0].dtype
         if any(row.shape != shape or row.dtype != dtype for row in rows):
             kinds = sorted({f"{row.dtype} {tuple(row.shape)}" for row in rows})
             raise _ForwardError(f"{name}: samples of one batch differ: {', '.join(kinds)}")
-        batch = self._buffer(name, (len(rows), *shape), dtype)
+        batch = self._buffer(name, (len(rows), *shape), torch.from_numpy(rows[0]).dtype)
         # numpy's copy, not torch's: torch would start its thread team for every tile, which costs
         # more than the copy and spins against the threads that read tiles.
         target = batch.numpy()
         for place, row in enumerate(rows):
-            target[place] = row.numpy()
+            target[place] = row
         if self._device.type == "cpu":
             return batch
         return batch.to(self._device, non_blocking=True)
@@ -595,11 +632,6 @@ class MaskServerModel(BaseServerModel):
                 f"gave a mask of shape {outputs[0].shape}, ({count}, H, W) expected"
             )
         return mask, None
-
-
-def _as_stored(tile: torch.Tensor) -> torch.Tensor:
-    """(C, H, W) seen as (H, W, C), the layout that decoders and batches have in memory."""
-    return tile.permute(1, 2, 0)
 
 
 def _rows(values: Float32 | None) -> Float32:
