@@ -72,8 +72,8 @@ def embed_slide(
         model: Registry key, path of a self-describing ``.pt2``, or a model loaded from a file.
         checkpoint: ``.pt2`` for a registry key whose weights are the user's.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; a loaded model stays where it is.
-        batch_size: Most tiles in one forward pass; None: 48 on an accelerator, on a CPU
-            4 for each thread of a pass (16 for a model of less than a megabyte);
+        batch_size: Most tiles in one forward pass; None: 48, but on a CPU 4 for
+            each thread of a pass, unless the model has less than a megabyte;
             ``auto`` tries which is the fastest that fits.
         bulk_rna: Table of TPM values, for a model that reads them.
         predictions: Whether to write the predictions of the same forward pass too.

@@ -88,7 +88,7 @@ BatchSize = Annotated[
         parser=_batch_size,
         metavar="N|auto",
         help="Most tiles in one forward pass; auto tries which is the fastest that fits. "
-        "[default: 48 on an accelerator, on a CPU 4 for each thread of a pass, 16 for tiny models]",
+        "[default: 48; on a CPU 4 for each thread of a pass, unless the model is tiny]",
         rich_help_panel=_MODEL,
         show_default=False,
     ),

@@ -58,7 +58,7 @@ class Device(FakeRunner):
         ("cpu", 20_000_000, 1, 4),
         ("cpu", 20_000_000, 8, 32),
         ("cpu", 20_000_000, 64, 48),
-        ("cpu", 10_000, 1, 16),
+        ("cpu", 10_000, 1, 48),
     ],
 )
 def test_usual_batch_stays_in_the_caches_of_the_cores_that_compute_it(

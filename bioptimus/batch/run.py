@@ -81,8 +81,8 @@ class RunConfig:
         sha256: Digest that the checkpoint must have.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; several with commas for
             `bioptimus.batch.devices.run_on_devices`.
-        batch_size: Most tiles in one forward pass; None: 48 on an accelerator, on a CPU
-            4 for each thread of a pass (16 for a model of less than a megabyte);
+        batch_size: Most tiles in one forward pass; None: 48, but on a CPU 4 for
+            each thread of a pass, unless the model has less than a megabyte;
             ``auto``: the largest that fits and makes the model faster, found by trying.
         max_wait_ms: How long a part-filled batch waits, from the arrival of its oldest tile.
         workers: Slides under way at once; None: chosen from the cores.
