@@ -690,8 +690,11 @@ def test_10000_requests_with_cancellations_failures_and_a_late_shutdown_all_end(
     chance = random.Random(seed)
     count = 10_000
 
+    failed = threading.Event()
+
     def before(number: int) -> None:
         if number % 7 == 3:
+            failed.set()
             raise RuntimeError("now and then")
 
     model, _ = fake_model(BOTH, before=before)
@@ -719,6 +722,8 @@ def test_10000_requests_with_cancellations_failures_and_a_late_shutdown_all_end(
             if chance.random() < 0.01:
                 batcher.flush()
             if i == count - 100:
+                while not failed.is_set():  # the loop may have been quicker than the passes
+                    await asyncio.sleep(0.001)
                 threading.Thread(target=batcher.shutdown).start()
         for outcome in await asyncio.gather(*groups, return_exceptions=True):
             whole = (asyncio.CancelledError, SchedulerClosedError)
