@@ -29,6 +29,7 @@ from torch import nn
 from benchmarks.baseline import embed as straight_line
 from benchmarks.big_slides import EXAMPLE, big_slide, cache_folder
 from benchmarks.near_free import near_free, near_free_checkpoint
+from bioptimus.batch.quiet import SilentListener
 from bioptimus.batch.run import RunConfig, run
 from bioptimus.batch.threads import plan_threads
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
@@ -36,7 +37,6 @@ from bioptimus.inference.writers import FilePlan, HDF5Writer
 from bioptimus.io.wsi import Slide
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode
-from bioptimus.pipeline import SlideJob, SlideReport
 from bioptimus.planning import plan_slide
 from bioptimus.runtime.batch_size import usual_batch_size
 from bioptimus.runtime.builtin import weights_path
@@ -74,29 +74,15 @@ class Row:
         return statistics.median(spent.cpu for spent in self.rounds)
 
 
-class Silent:
-    """Hears a run, remembers when its model was loaded, never stops it."""
+class Silent(SilentListener):
+    """Remembers when a run's model was loaded, and never stops it."""
 
     stopped = False
     started = 0.0
     started_cpu = 0.0
 
-    def loading(self, model: str) -> None: ...
-
-    def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None: ...
-
     def run_started(self, slides: int, *, device: str) -> None:
         self.started, self.started_cpu = time.perf_counter(), spent_cpu()
-
-    def slide_started(self, job: SlideJob) -> None: ...
-
-    def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None: ...
-
-    def tiles_done(self, job: SlideJob, count: int) -> None: ...
-
-    def note(self, job: SlideJob, message: str) -> None: ...
-
-    def slide_ended(self, job: SlideJob, report: SlideReport) -> None: ...
 
 
 def spent_cpu() -> float:

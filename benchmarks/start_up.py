@@ -23,10 +23,11 @@ STEPS = ("imports", "model loaded", "first tiles", "file written")
 
 def _child(model: str, out: str) -> None:
     """One run; prints the clock at each step."""
+    from bioptimus.batch.quiet import SilentListener
     from bioptimus.batch.run import RunConfig, run
     from bioptimus.pipeline import SlideJob, SlideReport
 
-    class Clock:
+    class Clock(SilentListener):
         """Remembers when each step was first reached."""
 
         stopped = False
@@ -41,14 +42,8 @@ def _child(model: str, out: str) -> None:
         def run_started(self, slides: int, *, device: str) -> None:
             self._reached("model loaded")
 
-        def slide_started(self, job: SlideJob) -> None: ...
-
-        def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None: ...
-
         def tiles_done(self, job: SlideJob, count: int) -> None:
             self._reached("first tiles")
-
-        def note(self, job: SlideJob, message: str) -> None: ...
 
         def slide_ended(self, job: SlideJob, report: SlideReport) -> None:
             self._reached("file written")

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import EXAMPLE_SLIDE
 
 FULL = Path("/dev/full")  # each write fails as on a full disk
-needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="/dev/full is Linux's alone")
 
 
 def _bioptimus(*words: object, streams: str) -> subprocess.CompletedProcess[str]:

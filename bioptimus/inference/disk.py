@@ -8,7 +8,6 @@ write, and a second fsync would report success over them.
 import errno
 import logging
 import os
-import re
 import secrets
 import shutil
 import time
@@ -26,7 +25,7 @@ _T = TypeVar("_T")
 TRANSIENT_ERRORS = frozenset({errno.ESTALE, errno.EIO})
 RETRY_DELAYS_S = (0.1, 1.0, 5.0)
 
-_TEMPORARY = re.compile(rf"(.+){re.escape(PART_SUFFIX)}\.[0-9a-f]{{8}}", re.DOTALL)
+_TOKEN_BYTES = 4
 _ABANDONED_S = 86_400
 
 fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has none
@@ -162,17 +161,20 @@ def sync_folder(folder: Path) -> None:
 
 def temporary_beside(path: Path) -> Path:
     """A new name beside a file: not a final one, and no other process's."""
-    return path.with_name(f"{path.name}{PART_SUFFIX}.{secrets.token_hex(4)}")
+    return path.with_name(f"{path.name}{PART_SUFFIX}.{secrets.token_hex(_TOKEN_BYTES)}")
 
 
 def temporaries_beside(path: Path) -> list[Path]:
     """What killed processes left of :func:`temporary_beside`."""
-    prefix = f"{path.name}{PART_SUFFIX}."
-    return [
-        path.parent / name
-        for name in os.listdir(path.parent)
-        if name.startswith(prefix) and len(name) == len(prefix) + 8
-    ]
+    names = os.listdir(path.parent)
+    return [path.parent / name for name in names if _beside(name) == path.name]
+
+
+def _beside(name: str) -> str | None:
+    """Which name a temporary one was made beside; None for any other."""
+    start, _, token = name.rpartition(".")
+    is_token = len(token) == 2 * _TOKEN_BYTES and set(token) <= set("0123456789abcdef")
+    return start.removesuffix(PART_SUFFIX) if is_token and start.endswith(PART_SUFFIX) else None
 
 
 def remove_abandoned(targets: Iterable[Path]) -> None:
@@ -191,8 +193,7 @@ def remove_abandoned(targets: Iterable[Path]) -> None:
         try:
             entries = os.listdir(folder) if folder.is_dir() else []
             for entry in entries:
-                match = _TEMPORARY.fullmatch(entry)
-                if match and match[1] in wanted and _is_old(folder / entry):
+                if _beside(entry) in wanted and _is_old(folder / entry):
                     remove(folder / entry)
         except OSError as exc:
             _log.debug("%s: what was left there is not removed: %s", folder, exc)

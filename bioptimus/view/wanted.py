@@ -108,12 +108,14 @@ class Sheet:
         result: The result file.
         pictures: Name → file, in the order in which they are drawn.
         space: What its embedding map shows; None where none is drawn, or of no tiles.
+        tiles: How many tiles it holds.
         problem: Why none can be drawn.
     """
 
     result: Path
     pictures: Mapping[str, Path]
     space: Space | None = None
+    tiles: int = 0
     problem: str | None = None
 
 
@@ -165,7 +167,7 @@ def plan_sheets(
         space = None
         if wanted.draws_embedding(source) and source.features is not None and len(source):
             space = Space(model=source.model, width=source.features.shape[1])
-        sheets.append(Sheet(result=path, pictures=pictures, space=space))
+        sheets.append(Sheet(result=path, pictures=pictures, space=space, tiles=len(source)))
     return sheets
 
 
@@ -184,7 +186,7 @@ def _refuse_same(taken: dict[str, Path], picture: Path, result: Path) -> None:
     taken[key] = result
 
 
-def fit_colours(sheets: Iterable[Sheet], wanted: Wanted) -> dict[Space, Components]:
+def fit_colours(sheets: Sequence[Sheet], wanted: Wanted) -> dict[Space, Components]:
     """Components that all embedding maps of a model take their colours from.
 
     Those of the folder that :class:`Wanted` names, else those of the sheets themselves, where there
@@ -194,24 +196,18 @@ def fit_colours(sheets: Iterable[Sheet], wanted: Wanted) -> dict[Space, Componen
         UsageError: There is no such folder, or no embeddings of that model in it.
     """
     maps = {sheet.result: sheet.space for sheet in sheets if sheet.space is not None}
-    paths: Iterable[Path] = maps
-    if wanted.fit_on is not None:
-        if not maps:
-            log.warning(
-                "--fit-on %s: is not used; it colours the embedding map, which --embedding draws",
-                wanted.fit_on,
-            )
-            return {}
-        paths = _result_files(wanted.fit_on)
     tiles: dict[Space, dict[Path, int]] = {}
-    for path in paths:
-        try:
-            space, count = embeddings_of(path)
-        except OutputError as exc:
-            _leave_out(exc)
-            continue
-        if space is not None:
-            tiles.setdefault(space, {})[path] = count
+    if wanted.fit_on is None:
+        for sheet in sheets:
+            if sheet.space is not None:
+                tiles.setdefault(sheet.space, {})[sheet.result] = sheet.tiles
+    elif not maps:
+        log.warning(
+            "--fit-on %s: is not used; it colours the embedding map, which --embedding draws",
+            wanted.fit_on,
+        )
+    else:
+        tiles = _cohorts(_result_files(wanted.fit_on))
     fits: dict[Space, Components] = {}
     for path, space in maps.items():
         if space in fits:
@@ -228,6 +224,20 @@ def fit_colours(sheets: Iterable[Sheet], wanted: Wanted) -> dict[Space, Componen
                 f"{space.model}, as {path.name} does; use the files of one model"
             )
     return fits
+
+
+def _cohorts(paths: Iterable[Path]) -> dict[Space, dict[Path, int]]:
+    """How many tiles result files hold, by the space of their embeddings."""
+    tiles: dict[Space, dict[Path, int]] = {}
+    for path in paths:
+        try:
+            space, count = embeddings_of(path)
+        except OutputError as exc:
+            _leave_out(exc)
+            continue
+        if space is not None:
+            tiles.setdefault(space, {})[path] = count
+    return tiles
 
 
 def _opened(paths: Iterable[Path]) -> Iterator[SlideResult]:
