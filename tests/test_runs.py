@@ -171,8 +171,7 @@ def test_first_signal_keeps_what_was_computed_and_exits_with_its_code(
     assert "Traceback" not in rest
     assert not list(tmp_path.rglob("*.claim"))
     states = Counter(record["state"] for record in records(tmp_path))
-    # On a busy machine some slides end before the signal is heard.
-    assert states["stopped"] >= 1
+    assert states["stopped"] >= SLIDES - 2
     assert states["failed"] == 0
     again = bioptimus(*words)
     assert again.returncode == 0, again.stderr
