@@ -144,6 +144,9 @@ def export(
     accept_licence: Annotated[
         bool, typer.Option("--accept-licence", help="I have read the licence and accept it.")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a file that is there already.")
+    ] = False,
 ) -> None:
     """Write a self-describing, portable .pt2 from weights that you have.
 
@@ -180,6 +183,7 @@ def export(
         slide=verify,
         hub=from_hub,
         accept_licence=accept_licence,
+        overwrite=overwrite,
         tell=lambda words: typer.echo(words, err=True),
     )
     real = "not compared (--verify SLIDE)"

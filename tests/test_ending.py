@@ -87,7 +87,7 @@ EXPORT += ["--mean", "0,0,0", "--std", "1,1,1"]
 def test_the_old_file_stays_and_nothing_is_left(folder: Path, name: str, words: list[str]) -> None:
     (folder / "out").mkdir()
     (folder / "out" / name).write_bytes(b"result of an earlier run")
-    words = [*words, "--overwrite"] if words[0] == "view" else words
+    words = [*words, "--overwrite"] if words[0] in ("view", "models") else words
     before = contents(folder / "out")
     assert ended(folder, name, words, signal.SIGTERM) == 143
     after = contents(folder / "out")

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from bioptimus.errors import CheckpointError, UsageError
 from bioptimus.inference.schemas import ModelRequest
 from bioptimus.models.facts import FACTS
 from bioptimus.models.types import ModelSpec
-from bioptimus.runtime import export, machine
+from bioptimus.runtime import export, machine, sources
 from bioptimus.runtime.archive import file_sha256, inspect_archive
 from bioptimus.runtime.export import Agreement, TileModel, agreement, export_module
 from bioptimus.runtime.loader import build_server_model
@@ -391,6 +392,54 @@ def test_a_file_names_no_folder_of_the_machine_that_made_it(tmp_path: Path) -> N
             assert not any(word.encode() in text for text in texts), word
         made.append(out.read_bytes())
     assert made[0] == made[1], "the same weights are the same model"
+
+
+FLAT = ("tests.tiny_models:flat", "--tile-px", "8", "--mean", "0,0,0", "--std", "1,1,1")
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (FLAT, "flat.pt2"),
+        ((*FLAT, "--name", "mine"), "mine.pt2"),
+        ((*FLAT, "--as", "h0"), "h0.pt2"),
+        ((*FLAT, "-o", "below/any.pt2"), "below/any.pt2"),
+        (("weights-of-a-model",), "weights-of-a-model.pt2"),
+        (("kaiko-s16", "--from-hub", "--accept-licence"), "kaiko-s16.pt2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_file_that_is_there_is_refused_before_weights_are_read(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: Sequence[str],
+    name: str,
+) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("weights are read")
+
+    for reads in ("from_folder", "from_function", "from_hub"):
+        monkeypatch.setattr(sources, reads, read)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("below", "weights-of-a-model"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / name).write_bytes(b"weeks of work")
+    assert main(["models", "export", *words]) == 2
+    told = f"error: {name}: is there already; pass --overwrite, or another name with --out\n"
+    assert capsys.readouterr().err == told
+    assert (tmp_path / name).read_bytes() == b"weeks of work"
+
+
+def test_a_file_that_is_there_is_replaced_if_so_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flat.pt2").write_bytes(b"an older one")
+    assert main(["models", "export", *FLAT, "--overwrite"]) == 0
+    spec = inspect_archive(tmp_path / "flat.pt2").spec
+    assert spec is not None
+    assert spec.name == "flat"
 
 
 def test_the_configuration_must_name_mean_and_std(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def refuse_unwritable_file(path: Path, *, option: str, example: str) -> None:
     """Refuse a name under which no file can be written; nothing is made here.
 
     Args:
-        path: A file that is there is to be replaced.
+        path: A file may be there.
         option: What named it, for the message.
         example: A file name that would do.
 

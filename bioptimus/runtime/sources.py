@@ -184,6 +184,7 @@ def export_source(
     slide: Path | None,
     hub: bool,
     accept_licence: bool,
+    overwrite: bool = False,
     tell: Callable[[str], object] = log.info,
 ) -> ExportReport:
     """Find the network, export it, compare it.
@@ -197,16 +198,20 @@ def export_source(
         slide: Compare on tiles of this slide too.
         hub: Download the weights.
         accept_licence: The user accepts the licence of what is downloaded.
+        overwrite: Replace a file that is there.
         tell: Is told what will be downloaded before it is.
 
     Raises:
-        UsageError: The options make no sense.
+        UsageError: The options make no sense, or the file is there and not to be replaced.
         CheckpointError: The network cannot be read or exported, or the file differs from it.
         SlideError: The slide cannot be read.
     """
     _check_overrides(overrides)
     if out is not None and out.is_dir():
         raise UsageError(f"{out}: is a folder; name the file to write, such as {out / 'model.pt2'}")
+    path = out or Path(_file_name(source, facts_key, overrides, hub=hub))
+    if path.exists() and not overwrite:
+        raise UsageError(f"{path}: is there already; pass --overwrite, or another name with --out")
     if hub:
         found = from_hub(source, accept_licence=accept_licence, overrides=overrides, tell=tell)
     elif ":" in source and not Path(source).exists():
@@ -219,12 +224,19 @@ def export_source(
             f"{source}: neither a folder of weights nor module:function"
             + ("; to download it add --from-hub" if source in FACTS else "")
         )
-    spec = found.spec
-    path = out or Path(f"{spec.name}.pt2")
-    tiles = sample_tiles(slide, spec) if slide else None
+    tiles = sample_tiles(slide, found.spec) if slide else None
     from bioptimus.runtime.export import export_module
 
-    return export_module(found.network, spec, path, device=device, real_tiles=tiles)
+    return export_module(found.network, found.spec, path, device=device, real_tiles=tiles)
+
+
+def _file_name(
+    source: str, facts_key: str | None, overrides: Mapping[str, Any], *, hub: bool
+) -> str:
+    """The file is called after the model, whose name is known before its weights are read."""
+    _, _, function = source.partition(":")
+    name = source if hub else facts_key or function or Path(source).resolve().name
+    return f"{overrides.get('name', name)}.pt2"
 
 
 def sample_tiles(slide: Path, spec: ModelSpec, *, count: int = 4) -> torch.Tensor:
