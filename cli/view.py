@@ -63,8 +63,8 @@ def view(
         Path | None,
         typer.Option(
             "--fit-on",
-            help="Folder of result files that give the embedding map's colours, so that slides "
-            "can be compared. [default: the results given, each model's together]",
+            help="Folder of result files that give the colours of embedding maps and heatmaps, so "
+            "that slides can be compared. [default: the results given, each model's together]",
             show_default=False,
             metavar="DIR",
         ),
@@ -132,11 +132,11 @@ def view(
             if value is not None:
                 raise UsageError(f"{option} {value}: is for one result, not for {len(found)}")
     sheets = plan_sheets(found, wanted, out=out, suffix=file_format.value, overwrite=overwrite)
-    fits = fit_colours(sheets, wanted)
+    fitted = fit_colours(sheets, wanted)
     failed = False
     for sheet in sheets:
         try:
-            for path in draw_sheet(sheet, wanted, options, fits=fits):
+            for path in draw_sheet(sheet, wanted, options, fitted=fitted):
                 say(path)
         except OutputError as exc:
             # The result's edge: the others are drawn all the same.

@@ -1,6 +1,7 @@
 """Pictures of a result file, drawn from real files and looked at by their pixels."""
 
 import io
+import json
 import subprocess
 import sys
 import weakref
@@ -25,7 +26,9 @@ from bioptimus.view.colours import FAILED_COLOUR, hex_to_rgb
 from bioptimus.view.drawing import Drawing
 from bioptimus.view.figures import cosine_similarity, fit_cohort
 from bioptimus.view.page import PictureOptions
+from bioptimus.view.scales import Scale, ScaleFit
 from bioptimus.view.source import SlidePictures, SlideResult, open_source
+from bioptimus.view.wanted import Fitted, Wanted, fit_colours, plan_sheets
 from cli.main import app, main
 from tests.result_files import Sample, damage, make_result, sample_slide, write_result
 
@@ -204,6 +207,9 @@ def test_of_a_cohort_two_files_at_most_are_in_memory(
     assert main([*words, "--fit-on", str(tmp_path), "--out", str(tmp_path)]) == 0
     # Before it is drawn it is looked at, and then the five for their colours.
     assert len(opened) == 1 + 5 + 1
+    opened.clear()
+    assert main([*words, "--column", "0", "--fit-on", str(tmp_path), "--out", str(tmp_path)]) == 0
+    assert len(opened) == 1 + 5 + 5 + 1
 
 
 def test_results_of_one_name_are_refused_before_the_first_picture(
@@ -323,6 +329,112 @@ def test_results_drawn_together_share_the_colours_of_their_model_fitted_once(
     assert view(capsys, tmp_path / "in", *words) == (0, "")
     wide, narrow_fit = fits
     assert used == [wide, wide, None, narrow_fit, narrow_fit]
+
+
+def with_values(sample: Sample, path: Path, factor: float) -> Path:
+    """A result whose predictions are another's times a factor."""
+    assert sample.predictions is not None
+    return write_result(path, changed(sample, predictions=sample.predictions * np.float32(factor)))
+
+
+def spans(capsys: pytest.CaptureFixture[str], *words: str | Path) -> list[tuple[float, float]]:
+    """What the colours of the heatmaps span that a command draws, in order."""
+    found: list[tuple[float, float]] = []
+    save = figures.save
+
+    def looking(figure: Figure, *rest: Any, **options: Any) -> None:
+        found.append(figure.axes[0].images[-1].get_clim())
+        save(figure, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "save", looking)
+        assert view(capsys, *words, "--no-slide") == (0, "")
+    return found
+
+
+def test_heatmaps_drawn_together_span_the_values_of_all_their_slides(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, factor in (("a", 1.0), ("b", 3.0)):
+        with_values(sample, tmp_path / "in" / f"{name}.h5", factor)
+    write_result(tmp_path / "in" / "empty.h5", empty(sample))
+    out: list[str | Path] = ["--out", tmp_path / "out", "--column", "saturation"]
+    drawn_together = spans(capsys, tmp_path / "in" / "a.h5", tmp_path / "in" / "b.h5", *out)
+    assert sample.predictions is not None
+    values = sample.predictions[:, 1]
+    wanted = tuple(np.percentile(np.concatenate([values, 3 * values]), (1, 99)))
+    assert drawn_together == [pytest.approx(wanted)] * 2
+    alone = spans(capsys, tmp_path / "in" / "a.h5", *out)
+    assert alone == [pytest.approx(tuple(np.percentile(values, (1, 99))))]
+    fitted = spans(capsys, tmp_path / "in" / "a.h5", *out, "--fit-on", tmp_path / "in")
+    assert fitted == [pytest.approx(wanted)]
+
+
+def test_a_value_asked_for_by_name_and_number_is_of_one_slide_still(
+    sample: Sample, tmp_path: Path
+) -> None:
+    path = with_values(sample, tmp_path / "a.h5", 1.0)
+    wanted = Wanted(columns=("saturation", "1"))
+    (sheet,) = plan_sheets({path: Path("a.h5")}, wanted, out=tmp_path, suffix="png")
+    assert fit_colours([sheet], wanted) == Fitted()
+
+
+def test_values_of_two_models_have_scales_of_their_own(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = with_values(sample, tmp_path / "a.h5", 1.0)
+    other = with_values(sample, tmp_path / "b.h5", 3.0)
+    with h5py.File(other, "r+") as file:
+        of_model = json.loads(file.attrs["model_spec"]) | {"name": "another"}
+        file.attrs["model_spec"] = json.dumps(of_model)
+    first, second = spans(capsys, one, other, "--column", "0", "--out", tmp_path / "out")
+    assert second == pytest.approx((3 * first[0], 3 * first[1]))
+    words: list[str | Path] = ["--fit-on", tmp_path / "fit", "--out", tmp_path / "out"]
+    with_values(sample, tmp_path / "fit" / "a.h5", 1.0)
+    code, err = view(capsys, other, "--column", "0", "--no-slide", *words)
+    assert code == 2
+    assert "holds no predictions brightness of model another, as b.h5 does" in err
+
+
+def test_a_heatmap_says_whose_values_its_colours_span(result_file: Path) -> None:
+    for scale, words in (
+        (None, "scale of this slide alone"),
+        (Scale(low=0, high=1, slides=12), "scale of 12 slides"),
+    ):
+        figure = figures.draw_prediction(
+            open_source(result_file), SMALL, column="brightness", scale=scale
+        )
+        assert any(text.get_text().endswith(f"\n{words}") for text in figure.texts)
+
+
+def test_the_scale_of_many_values_is_that_of_evenly_spaced_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bioptimus.view.scales._MOST_VALUES", 2000)
+    random = np.random.default_rng(3)
+    slides = [random.normal(mean, 1, 1501).astype(np.float32) for mean in range(10)]
+    fit = ScaleFit()
+    for values in slides:
+        fit.add(values)
+        assert sum(map(len, fit._held)) <= 2000
+    scale = fit.scale()
+    assert scale is not None
+    whole = Scale.of(np.concatenate(slides), slides=10)
+    assert scale.slides == 10
+    assert (scale.low, scale.high) == pytest.approx((whole.low, whole.high), abs=0.3)
+
+
+def test_a_damaged_result_of_a_cohort_is_told_and_left_out_of_the_scale(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = with_values(sample, tmp_path / "a.h5", 1.0)
+    damage(with_values(sample, tmp_path / "fit" / "b.h5", 3.0), "predictions", row=5)
+    with_values(sample, tmp_path / "fit" / "c.h5", 1.0)
+    words: list[str | Path] = ["--column", "0", "--fit-on", tmp_path / "fit", "--no-slide"]
+    code, err = view(capsys, one, *words, "--out", tmp_path / "out")
+    assert code == 0
+    assert err.startswith(f"WARNING: {tmp_path}/fit/b.h5: has other values in row 5")
+    assert err.endswith("; colours are fitted without it\n")
 
 
 def test_colours_of_another_model_are_refused_before_the_first_picture(
@@ -583,7 +695,7 @@ def test_a_wrong_choice_is_a_usage_error_that_says_what_is_right(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--overview", "--fit-on", "."], "--fit-on .: is not used; it colours the embedding map"),
+        (["--overview", "--fit-on", "."], "--fit-on .: is not used; it colours the pictures of"),
         (["--overview", "--neighbours", "3"], "--neighbours 3: is not used without --tile or --at"),
         (["--slide", "gone.svs", "--no-slide"], "--slide gone.svs: is not used; leave out --no-s"),
     ],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from bioptimus.counting import counted
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.disk import written_aside
 from bioptimus.view.clusters import k_means
@@ -29,6 +30,7 @@ from bioptimus.view.page import (
     bare,
     three_digits,
 )
+from bioptimus.view.scales import Scale
 from bioptimus.view.source import SlidePictures, SlideResult
 
 if TYPE_CHECKING:
@@ -91,20 +93,29 @@ def draw_embedding(
     return page.figure
 
 
-def draw_prediction(result: SlideResult, options: PictureOptions, *, column: str) -> "Figure":
+def draw_prediction(
+    result: SlideResult, options: PictureOptions, *, column: str, scale: Scale | None = None
+) -> "Figure":
     """One predicted value as a heatmap with a colour bar in its own unit.
+
+    Args:
+        result: The file; an empty one gives a picture without tiles.
+        options: Size and slide.
+        column: The value's name, or its number from 0.
+        scale: What the values of a cohort span, so that equal colours mean equal values on every
+            slide; without it what the slide's own do.
 
     Raises:
         UsageError: The file has no predicted value of that name.
     """
-    number = result.column_number(column)
+    name = result.quantity(column).name
     values = result.column(column)
-    name = result.output_names[number] if result.output_names else f"value {number}"
     unit = result.output_unit or UNITS.get(name, "")
     page = _map_page(result, options)
     page.head(name, _counts(result))
     if len(result):
-        page.heat(values, label=unit or name)
+        whose = counted(scale.slides, "slide") if scale else "this slide alone"
+        page.heat(values, label=unit or name, scale=scale, whose=f"scale of {whose}")
     return page.figure
 
 
@@ -227,7 +238,7 @@ def fit_cohort(results: Iterable[SlideResult], *, tiles: int) -> Components | No
         try:
             sample = result.feature_sample(wanted=wanted)
         except OutputError as exc:
-            log.warning("%s; the embedding map's colours are fitted without it", exc)
+            log.warning("%s; colours are fitted without it", exc)
             continue
         if samples and sample.shape[1] != samples[0].shape[1]:
             raise UsageError(

@@ -19,6 +19,7 @@ from bioptimus.view.colours import (
 )
 from bioptimus.view.components import Components
 from bioptimus.view.lattice import Lattice
+from bioptimus.view.scales import Scale
 from bioptimus.view.source import Ground, SlidePictures, SlideResult
 
 if TYPE_CHECKING:
@@ -206,25 +207,39 @@ class Page:
         self._image(raster, self._raster_extent(lattice), interpolation="nearest")
         self._part_cells(lattice)
 
-    def heat(self, values: npt.NDArray[np.float32], *, label: str) -> None:
-        """Values as colours, with their bar; the outermost hundredth at either end saturates."""
+    def heat(
+        self,
+        values: npt.NDArray[np.float32],
+        *,
+        label: str,
+        scale: Scale | None = None,
+        whose: str = "",
+    ) -> None:
+        """Values as colours, with their bar.
+
+        Args:
+            values: One a tile.
+            label: What stands over the bar.
+            scale: What the colours span; by default what these values do.
+            whose: Words below the bar that tell whose scale it is.
+        """
         lattice = self._result.lattice()
-        low, high = (float(edge) for edge in np.percentile(values, (1, 99)))
-        if high <= low:
-            low, high = low - 0.5, low + 0.5
+        scale = scale or Scale.of(values)
         image = self._image(
             lattice.spread(values),
             self._raster_extent(lattice),
             interpolation="nearest",
             cmap="viridis",
-            vmin=low,
-            vmax=high,
+            vmin=scale.low,
+            vmax=scale.high,
             alpha=_TILE_ALPHA / 255,
         )
         self._part_cells(lattice)
-        self._colour_bar(image, values, label)
+        self._colour_bar(image, values, label, whose)
 
-    def _colour_bar(self, image: Any, values: npt.NDArray[np.float32], label: str) -> None:
+    def _colour_bar(
+        self, image: Any, values: npt.NDArray[np.float32], label: str, whose: str
+    ) -> None:
         from matplotlib.ticker import FuncFormatter
 
         bar_inches = min(2.9, self.figure.get_figheight() - _HEAD_INCHES - 1.5)
@@ -242,7 +257,9 @@ class Page:
         self._note(label, top_inches=0.02, size=9, colour=INK)
         middle = float(np.median(values))
         spread = f"median {middle:.4g}\nrange {values.min():.4g} to {values.max():.4g}"
-        self._note(spread, top_inches=0.30 + bar_inches + 0.22, size=8)
+        self._note(
+            f"{spread}\n{whose}" if whose else spread, top_inches=0.30 + bar_inches + 0.22, size=8
+        )
 
     def _note(self, words: str, *, top_inches: float, size: float, colour: str = _QUIET) -> None:
         height = self.figure.get_figheight()

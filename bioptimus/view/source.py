@@ -1,7 +1,7 @@
 """What a picture is made from: one result file, and the slide itself where it is at hand."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +13,7 @@ from bioptimus.errors import BioptimusError, SlideOpenError, UsageError
 from bioptimus.tiles import Tile, TileSpec
 from bioptimus.view.components import Floats, every_nth, sample_step
 from bioptimus.view.lattice import Lattice
+from bioptimus.view.scales import Quantity
 
 if TYPE_CHECKING:
     from bioptimus.inference.results import Result, RowsName
@@ -66,6 +67,19 @@ class Ground:
         right = min(width, max(left + 1, round(box[2] / self.downsample[0])))
         bottom = min(height, max(top + 1, round(box[3] / self.downsample[1])))
         return self.pixels[top:bottom, left:right]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What embeddings are values of: those of one space can be compared.
+
+    Attributes:
+        model: Name of the model.
+        width: Values of an embedding.
+    """
+
+    model: str
+    width: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +139,13 @@ class SlideResult:
         step = self.tile.stride_px * self.tile.mpp
         return step / self.mpp[0], step / self.mpp[1]
 
+    @property
+    def space(self) -> Space | None:
+        """What its embeddings are values of; None where there are none."""
+        if self.features is None or not len(self):
+            return None
+        return Space(model=self.model, width=self.features.shape[1])
+
     def lattice(self) -> Lattice:
         """Where the tiles lie; for N ≥ 1."""
         return Lattice.of(
@@ -160,10 +181,19 @@ class SlideResult:
         Raises:
             UsageError: The file has no predictions, or none of that name.
         """
-        position = self.column_number(name)
+        return self.columns([name])[0]
+
+    def columns(self, names: Sequence[str]) -> list[Floats]:
+        """Several of them, from one pass through the file; see :meth:`column`."""
+        positions = [self.column_number(name) for name in names]
         assert self.predictions is not None
-        parts = [block[:, position].copy() for block in _blocks(self.predictions)]
-        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        parts = [block[:, positions] for block in _blocks(self.predictions)]
+        values = np.concatenate([np.zeros((0, len(names)), np.float32), *parts])
+        return list(np.ascontiguousarray(values.T))
+
+    def quantity(self, name: str) -> Quantity:
+        """What the values of a column are; see :meth:`column`."""
+        return Quantity(model=self.model, name=self.output_names[self.column_number(name)])
 
     def column_number(self, name: str) -> int:
         """Number of a predicted value, from 0; see :meth:`column`."""
@@ -230,19 +260,6 @@ def open_source(path: Path) -> SlideResult:
     from bioptimus.inference.results import open_result
 
     return source_of(open_result(path))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Space:
-    """What embeddings are values of: those of one space can be compared.
-
-    Attributes:
-        model: Name of the model.
-        width: Values of an embedding.
-    """
-
-    model: str
-    width: int
 
 
 def embeddings_of(path: Path) -> tuple[Space | None, int]:

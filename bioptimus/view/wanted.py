@@ -3,7 +3,8 @@
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from bioptimus.inference.disk import remove_abandoned
 from bioptimus.view import figures
 from bioptimus.view.components import Components
 from bioptimus.view.page import PictureOptions
+from bioptimus.view.scales import Quantity, Scale, ScaleFit
 from bioptimus.view.source import (
     SlideResult,
     Space,
@@ -39,8 +41,8 @@ class Wanted:
         tile: Row whose likes are wanted.
         at: The same for the tile at x, y in level-0 pixels.
         neighbours: How many of them.
-        fit_on: Folder of result files that give the embedding map's colours; None takes those of
-            which maps are drawn.
+        fit_on: Folder of result files that give the colours of embedding maps and heatmaps; None
+            takes those of which they are drawn.
         slide: The slide, where it has moved since the result was made.
         use_slide: Whether the slide is looked for, or only the thumbnail in the file drawn on.
     """
@@ -108,6 +110,7 @@ class Sheet:
         result: The result file.
         pictures: Name → file, in the order in which they are drawn.
         space: What its embedding map shows; None where none is drawn, or of no tiles.
+        quantities: What its heatmaps show; none where it has no tiles.
         tiles: How many tiles it holds.
         problem: Why none can be drawn.
     """
@@ -115,8 +118,22 @@ class Sheet:
     result: Path
     pictures: Mapping[str, Path]
     space: Space | None = None
+    quantities: tuple[Quantity, ...] = ()
     tiles: int = 0
     problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """Colours that several slides share; where there is nothing, a slide has its own.
+
+    Attributes:
+        components: Of embedding maps.
+        scales: Of heatmaps.
+    """
+
+    components: Mapping[Space, Components] = field(default_factory=dict)
+    scales: Mapping[Quantity, Scale] = field(default_factory=dict)
 
 
 def plan_sheets(
@@ -155,7 +172,7 @@ def plan_sheets(
             continue
         wanted.check(source)
         pictures: dict[str, Path] = {}
-        for name, _ in _drawings(source, wanted, PictureOptions()):
+        for name, _ in _drawings(source, wanted, PictureOptions(), Fitted()):
             picture = out / relative.parent / f"{relative.stem}.{_file_name(name)}.{suffix}"
             _refuse_same(taken, picture, path)
             if picture.exists() and not overwrite and not figures.shows(picture, _words(source)):
@@ -164,11 +181,21 @@ def plan_sheets(
                     "--overwrite, or choose another --out"
                 )
             pictures[name] = picture
-        space = None
-        if wanted.draws_embedding(source) and source.features is not None and len(source):
-            space = Space(model=source.model, width=source.features.shape[1])
-        sheets.append(Sheet(result=path, pictures=pictures, space=space, tiles=len(source)))
+        sheets.append(
+            Sheet(
+                result=path,
+                pictures=pictures,
+                space=source.space if wanted.draws_embedding(source) else None,
+                quantities=_quantities(source, wanted),
+                tiles=len(source),
+            )
+        )
     return sheets
+
+
+def _quantities(source: SlideResult, wanted: Wanted) -> tuple[Quantity, ...]:
+    # Each once: a value may be asked for by its name and by its number.
+    return tuple(dict.fromkeys(map(source.quantity, wanted.columns))) if len(source) else ()
 
 
 def _refuse_same(taken: dict[str, Path], picture: Path, result: Path) -> None:
@@ -186,27 +213,32 @@ def _refuse_same(taken: dict[str, Path], picture: Path, result: Path) -> None:
     taken[key] = result
 
 
-def fit_colours(sheets: Sequence[Sheet], wanted: Wanted) -> dict[Space, Components]:
-    """Components that all embedding maps of a model take their colours from.
+def fit_colours(sheets: Sequence[Sheet], wanted: Wanted) -> Fitted:
+    """What all embedding maps of a model, and all heatmaps of a value, take their colours from.
 
-    Those of the folder that :class:`Wanted` names, else those of the sheets themselves, where there
-    are several of one model. A single one has the colours of its own slide.
+    The folder that :class:`Wanted` names, else the sheets themselves, where there are several of
+    one model. A single one has the colours of its own slide.
 
     Raises:
-        UsageError: There is no such folder, or no embeddings of that model in it.
+        UsageError: There is no such folder, or nothing in it that the pictures show.
     """
+    if wanted.fit_on is not None and not any(each.space or each.quantities for each in sheets):
+        log.warning(
+            "--fit-on %s: is not used; it colours the pictures of --embedding and --column",
+            wanted.fit_on,
+        )
+        return Fitted()
+    return Fitted(components=_fit_maps(sheets, wanted), scales=_fit_scales(sheets, wanted))
+
+
+def _fit_maps(sheets: Sequence[Sheet], wanted: Wanted) -> dict[Space, Components]:
     maps = {sheet.result: sheet.space for sheet in sheets if sheet.space is not None}
     tiles: dict[Space, dict[Path, int]] = {}
     if wanted.fit_on is None:
         for sheet in sheets:
             if sheet.space is not None:
                 tiles.setdefault(sheet.space, {})[sheet.result] = sheet.tiles
-    elif not maps:
-        log.warning(
-            "--fit-on %s: is not used; it colours the embedding map, which --embedding draws",
-            wanted.fit_on,
-        )
-    else:
+    elif maps:
         tiles = _cohorts(_result_files(wanted.fit_on))
     fits: dict[Space, Components] = {}
     for path, space in maps.items():
@@ -224,6 +256,52 @@ def fit_colours(sheets: Sequence[Sheet], wanted: Wanted) -> dict[Space, Componen
                 f"{space.model}, as {path.name} does; use the files of one model"
             )
     return fits
+
+
+def _fit_scales(sheets: Sequence[Sheet], wanted: Wanted) -> dict[Quantity, Scale]:
+    results: dict[Quantity, list[Path]] = {}
+    for sheet in sheets:
+        for quantity in sheet.quantities:
+            results.setdefault(quantity, []).append(sheet.result)
+    if wanted.fit_on is None:
+        fits = {quantity: ScaleFit() for quantity, paths in results.items() if len(paths) > 1}
+        paths: Iterable[Path] = dict.fromkeys(path for each in fits for path in results[each])
+    else:
+        fits = {quantity: ScaleFit() for quantity in results}
+        paths = _result_files(wanted.fit_on) if fits else ()
+    for source in _opened(paths):
+        _add_values(fits, source)
+    scales: dict[Quantity, Scale] = {}
+    for quantity, fit in fits.items():
+        scale = fit.scale()
+        if scale is not None:
+            scales[quantity] = scale
+        elif wanted.fit_on is not None:
+            raise UsageError(
+                f"--fit-on {wanted.fit_on}: holds no predictions {quantity.name} of model "
+                f"{quantity.model}, as {results[quantity][0].name} does; use the files of one model"
+            )
+    return scales
+
+
+def _add_values(fits: Mapping[Quantity, ScaleFit], source: SlideResult) -> None:
+    held = [
+        quantity
+        for quantity in fits
+        if quantity.model == source.model
+        and source.predictions is not None
+        and quantity.name in source.output_names
+        and len(source)
+    ]
+    if not held:
+        return
+    try:
+        columns = source.columns([quantity.name for quantity in held])
+    except OutputError as exc:
+        _leave_out(exc)
+        return
+    for quantity, values in zip(held, columns, strict=True):
+        fits[quantity].add(values)
 
 
 def _cohorts(paths: Iterable[Path]) -> dict[Space, dict[Path, int]]:
@@ -252,11 +330,11 @@ def _opened(paths: Iterable[Path]) -> Iterator[SlideResult]:
 
 
 def _leave_out(error: OutputError) -> None:
-    log.warning("%s; the embedding map's colours are fitted without it", error)
+    log.warning("%s; colours are fitted without it", error)
 
 
 def draw_sheet(
-    sheet: Sheet, wanted: Wanted, options: PictureOptions, *, fits: Mapping[Space, Components]
+    sheet: Sheet, wanted: Wanted, options: PictureOptions, *, fitted: Fitted
 ) -> Iterator[Path]:
     """Draw and write the pictures of one result, one after another.
 
@@ -264,7 +342,7 @@ def draw_sheet(
         sheet: From :func:`plan_sheets`.
         wanted: Which pictures.
         options: Size.
-        fits: From :func:`fit_colours`.
+        fitted: From :func:`fit_colours`.
 
     Yields:
         The path of each picture, once it is written.
@@ -278,7 +356,6 @@ def draw_sheet(
     slide = wanted.slide
     if slide is None and wanted.use_slide:
         slide = find_slide(source)
-    fitted = fits.get(sheet.space) if sheet.space is not None else None
     remove_abandoned(sheet.pictures.values())
     for name, draw in _drawings(source, wanted, replace(options, slide=slide), fitted):
         path = sheet.pictures[name]
@@ -296,17 +373,24 @@ def _words(source: SlideResult) -> str:
 
 
 def _drawings(
-    source: SlideResult,
-    wanted: Wanted,
-    options: PictureOptions,
-    fitted: Components | None = None,
+    source: SlideResult, wanted: Wanted, options: PictureOptions, fitted: Fitted
 ) -> Iterator[tuple[str, "Callable[[], Figure]"]]:
     if wanted.overview or wanted.nothing_chosen:
         yield "overview", lambda: figures.draw_overview(source, options)
     if wanted.draws_embedding(source):
-        yield "embedding", lambda: figures.draw_embedding(source, options, fitted=fitted)
+        components = fitted.components.get(source.space) if source.space else None
+        yield "embedding", lambda: figures.draw_embedding(source, options, fitted=components)
     for column in wanted.columns:
-        yield column, lambda: figures.draw_prediction(source, options, column=column)  # noqa: B023
+        yield (
+            column,
+            partial(
+                figures.draw_prediction,
+                source,
+                options,
+                column=column,
+                scale=fitted.scales.get(source.quantity(column)),
+            ),
+        )
     if (clusters := wanted.clusters) is not None:
         yield (
             f"clusters-{clusters}",
@@ -320,7 +404,7 @@ def _drawings(
 
 
 def _result_files(folder: Path) -> Sequence[Path]:
-    """The result files that give the embedding map's colours.
+    """The result files that give the colours.
 
     Raises:
         UsageError: There is no such folder, or it holds none.
