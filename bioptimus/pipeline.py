@@ -41,6 +41,7 @@ from bioptimus.errors import (
 from bioptimus.inference.layout import STORED_TYPES, digest_of
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
+from bioptimus.io.crew import Crew
 from bioptimus.io.wsi import CoarseImage, OpenOptions, Slide, TileReader
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
@@ -228,6 +229,7 @@ def process_slide(
     listener: SlideListener,
     segmenter: Segmenter | None = None,
     readers_at_once: int = 2,
+    openers_at_once: int = 1,
 ) -> SlideReport:
     """Embed or predict one slide and write its file.
 
@@ -242,6 +244,7 @@ def process_slide(
         listener: Hears the progress.
         segmenter: Finds the tissue where the options name a model for it.
         readers_at_once: How many of the threads this slide may keep busy.
+        openers_at_once: How many threads open it and make its coarse pictures, this one included.
 
     Returns:
         What became of the slide. An error does not leave this function: it is the report's
@@ -250,9 +253,12 @@ def process_slide(
     if job.problem is not None:
         return refused(job)
     report = SlideReport(slide=str(job.path), extra=dict(job.extra))
+    crew = Crew(pool=readers, at_once=openers_at_once)
     start = time.perf_counter()
     try:
-        _process(job, report, client, options, readers, readers_at_once, stop, listener, segmenter)
+        _process(
+            job, report, client, options, readers, readers_at_once, crew, stop, listener, segmenter
+        )
     except StoppedError as exc:
         report.state, report.reason, report.error = "stopped", str(exc), exc
     except BioptimusError as exc:
@@ -292,6 +298,7 @@ def _process(
     options: SlideOptions,
     readers: Executor,
     readers_at_once: int,
+    crew: Crew,
     stop: StopSignal,
     listener: SlideListener,
     segmenter: Segmenter | None,
@@ -302,7 +309,7 @@ def _process(
         rna = slide_rna(job, spec, options)
         bulk_rna = None if rna is None else rna.values
         report.warnings.extend(() if rna is None else rna.warnings)
-        slide = Slide.open(job.read_path or job.path, opening)
+        slide = Slide.open(job.read_path or job.path, opening, crew=crew)
     with slide:
         report.mpp, report.mpp_source = slide.mpp, slide.resolution.source
         report.reader = slide.reader
@@ -355,7 +362,11 @@ def _process(
                     writer=writer,
                     bulk_rna=bulk_rna,
                 )
+                # By a reader meanwhile; at the end by the writer, if none got to it.
+                packing = readers.submit(writer.pack_pictures)
                 asyncio.run(work.run(pending))
+                if not packing.cancel():
+                    packing.result()
             state: Literal["ok", "empty"] = "ok" if report.tiles_planned else "empty"
             with report.seconds.measure("write"):
                 writer.finish(state=state)

@@ -115,6 +115,20 @@ def test_rows_written_in_any_order_stand_in_plan_order(tmp_path: Path) -> None:
     assert names_in(path.parent) == ["a.h5"]
 
 
+def test_pictures_compressed_on_another_thread_make_the_same_file(tmp_path: Path) -> None:
+    paths = [tmp_path / "one" / "a.h5", tmp_path / "other" / "a.h5"]
+    with ThreadPoolExecutor(1) as pool:
+        for path in paths:
+            with HDF5Writer.open(path, plan()) as writer:
+                if path is paths[1]:
+                    packing = pool.submit(writer.pack_pictures)
+                fill(writer, ROWS)
+                if path is paths[1]:
+                    packing.result()
+                writer.finish(state="ok")
+    assert paths[1].read_bytes() == paths[0].read_bytes()
+
+
 def test_failed_tiles_have_no_row_and_are_listed_with_their_reason(tmp_path: Path) -> None:
     with h5py.File(write(tmp_path / "a.h5"), "r") as file:
         table = file["failed_tiles"][:]

@@ -469,6 +469,7 @@ def _run_jobs(
         listener.run_started(len(work.jobs), device=model.device)
         workers.client, workers.readers = client, readers
         workers.readers_per_slide = plan.readers_per_slide
+        workers.openers_per_slide = plan.openers_per_slide
         workers.stager, workers.segmenter = stager, segmenter
         reports = workers.run(plan.workers)
         run_file.add_model(
@@ -568,6 +569,7 @@ class _Workers:
     client: InProcessClient = field(init=False)
     readers: ThreadPoolExecutor = field(init=False)
     readers_per_slide: int = field(init=False)
+    openers_per_slide: int = field(init=False)
     stager: Stager | None = field(init=False, default=None)
     segmenter: Segmenter | None = field(init=False, default=None)
     search: _BatchSizeSearch | None = field(init=False, default=None)
@@ -760,6 +762,7 @@ class _Workers:
                 options=self.config.slide,
                 readers=self.readers,
                 readers_at_once=self.readers_per_slide,
+                openers_at_once=self.openers_per_slide,
                 stop=self,
                 listener=listener,
                 segmenter=self.segmenter,

@@ -34,6 +34,14 @@ class ThreadPlan:
         """Readers that one slide may keep busy; all of them, unless many slides are under way."""
         return max(1, min(self.readers, _MOST_BLOCKS // self.workers))
 
+    @property
+    def openers_per_slide(self) -> int:
+        """Threads that open one slide and make its coarse pictures, its worker included.
+
+        The readers' share of it: more of them, beside other slides under way, cost a few percent.
+        """
+        return max(1, self.readers // self.workers)
+
 
 def plan_threads(
     *,

@@ -174,29 +174,26 @@ class HDF5Image:
             last = min(first + per_chunk, rows)
             self._chunks.append(_Chunk(name, first, last, info.byte_offset))
 
-    def add_array(self, name: str, values: npt.NDArray[Any], *, compress: bool = False) -> None:
+    def add_array(self, name: str, values: npt.NDArray[Any]) -> None:
         """A small dataset with its values."""
-        per_chunk = max(1, CHUNK_BYTES // max(1, values[:1].nbytes))
-        chunks = (min(len(values), per_chunk), *values.shape[1:]) if values.size else None
-        if not compress or chunks is None:
-            dataset = self.file.create_dataset(name, data=values, chunks=chunks)
-            self._add_checksum(dataset, values)
-            return
+        chunks = (_rows_per_chunk(values), *values.shape[1:]) if values.size else None
+        dataset = self.file.create_dataset(name, data=values, chunks=chunks)
+        self._add_checksum(dataset, values)
+
+    def add_packed(self, name: str, packed: "PackedArray") -> None:
+        """A dataset whose values were compressed before."""
+        values = packed.values
+        rows = _rows_per_chunk(values)
         dataset = self.file.create_dataset(
             name,
             shape=values.shape,
             dtype=values.dtype,
-            chunks=chunks,
+            chunks=(rows, *values.shape[1:]),
             compression="gzip",
             compression_opts=_GZIP_LEVEL,
         )
-        for first in range(0, len(values), chunks[0]):
-            part = values[first : first + chunks[0]]
-            chunk = np.zeros(chunks, values.dtype)  # the last one is stored whole as well
-            chunk[: len(part)] = part
-            # Three times as fast as HDF5's own zlib, and the same format.
-            packed = imagecodecs.deflate_encode(chunk.tobytes(), level=_GZIP_LEVEL, raw=False)
-            dataset.id.write_direct_chunk((first, *[0] * (values.ndim - 1)), packed)
+        for number, chunk in enumerate(packed.chunks):
+            dataset.id.write_direct_chunk((number * rows, *[0] * (values.ndim - 1)), chunk)
         self._add_checksum(dataset, values)
 
     def add_names(self, name: str, values: Sequence[str]) -> None:
@@ -261,6 +258,38 @@ class HDF5Image:
     def _add_checksum(self, dataset: h5py.Dataset, values: npt.NDArray[Any]) -> None:
         if self._checksums:
             dataset.attrs[CHECKSUM] = checksum(values)
+
+
+@dataclass(frozen=True)
+class PackedArray:
+    """Values and their compressed chunks; made by :func:`pack`."""
+
+    values: npt.NDArray[Any]
+    chunks: tuple[bytes, ...]
+
+
+def pack(values: npt.NDArray[Any]) -> PackedArray:
+    """Compress values for :meth:`HDF5Image.add_packed`, here or on another thread.
+
+    Args:
+        values: A picture, say; not without values.
+    """
+    rows = _rows_per_chunk(values)
+    chunks = []
+    for first in range(0, len(values), rows):
+        part = values[first : first + rows]
+        if len(part) < rows:  # the last one is stored whole as well
+            part = np.concatenate(
+                [part, np.zeros((rows - len(part), *values.shape[1:]), part.dtype)]
+            )
+        # Three times as fast as HDF5's own zlib, and the same format.
+        packed = imagecodecs.deflate_encode(part.tobytes(), level=_GZIP_LEVEL, raw=False)
+        chunks.append(bytes(packed))
+    return PackedArray(values, tuple(chunks))
+
+
+def _rows_per_chunk(values: npt.NDArray[Any]) -> int:
+    return min(len(values), max(1, CHUNK_BYTES // max(1, values[:1].nbytes)))
 
 
 def _attribute(value: Any) -> Any:

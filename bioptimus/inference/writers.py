@@ -22,7 +22,13 @@ from bioptimus.inference.disk import (
     retry,
     temporaries_beside,
 )
-from bioptimus.inference.hdf5_image import FAILED_TILES_DTYPE, HDF5Image, open_to_read
+from bioptimus.inference.hdf5_image import (
+    FAILED_TILES_DTYPE,
+    HDF5Image,
+    PackedArray,
+    open_to_read,
+    pack,
+)
 from bioptimus.inference.layout import (
     FORMAT,
     FORMAT_VERSION,
@@ -171,6 +177,7 @@ class HDF5Writer:
         self._plan = plan
         self._part = part
         self._failed: dict[int, tuple[str, str]] = {}
+        self._pictures: dict[str, PackedArray] | None = None
         self.resumed_rows = part.rows_done
 
     @classmethod
@@ -271,6 +278,10 @@ class HDF5Writer:
         with self._errors("cannot flush"):
             self._part.flush()
 
+    def pack_pictures(self) -> None:
+        """Compress the pictures, so that :meth:`finish` need not; allowed on any thread."""
+        self._pictures = self._packed_pictures()
+
     def finish(
         self, *, state: RowState, attributes: Mapping[str, AttributeValue] | None = None
     ) -> Path:
@@ -338,6 +349,10 @@ class HDF5Writer:
             raise OutputError(f"{self.path}: {name} of row {row} hold NaN or Inf")
         return stored
 
+    def _packed_pictures(self) -> dict[str, PackedArray]:
+        pictures = {"thumbnail": self._plan.thumbnail, "tissue_mask": self._plan.tissue_mask}
+        return {name: pack(picture) for name, picture in pictures.items() if picture is not None}
+
     def _errors(self, doing: str) -> Any:
         advice = f"what was computed is in {self._part.path.name}; run again to go on"
         return output_errors(self.path, doing, advice=advice)
@@ -379,13 +394,13 @@ class HDF5Writer:
             image.add_names("output_names", plan.output_names)
             image.add_names("input_gene_names", plan.input_gene_names)
             image.add_array("failed_tiles", np.array(failed, FAILED_TILES_DTYPE))
-            for name, picture, downsample in (
-                ("thumbnail", plan.thumbnail, plan.thumbnail_downsample),
-                ("tissue_mask", plan.tissue_mask, plan.tissue_mask_downsample),
-            ):
-                if picture is not None:
-                    image.add_array(name, picture, compress=True)
-                    image.set_attributes({"downsample": list(downsample)}, dataset=name)
+            downsamples = {
+                "thumbnail": plan.thumbnail_downsample,
+                "tissue_mask": plan.tissue_mask_downsample,
+            }
+            for name, picture in (self._pictures or self._packed_pictures()).items():
+                image.add_packed(name, picture)
+                image.set_attributes({"downsample": list(downsamples[name])}, dataset=name)
             image.set_attributes({**plan.attributes, **attributes})
             image.set_attributes(
                 {

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from bioptimus.errors import SlideReadError
+from bioptimus.io.crew import ALONE, Crew
 from bioptimus.io.sources import PixelSource
 
 # Side of the squares compared: with 256 px tiles each touches up to four.
@@ -17,6 +18,9 @@ _EXACT_PX = 1 / 512
 _PROBES_FINEST = ((0.0, 0.0), (0.5, 0.5), (0.3, 0.6), (1.0, 1.0))
 _PROBES = ((0.5, 0.5), (1.0, 1.0))
 
+# x, y, width, height in level pixels.
+_Place = tuple[int, int, int, int]
+
 
 def first_difference(
     fast: PixelSource,
@@ -25,6 +29,7 @@ def first_difference(
     levels: Sequence[int],
     dimensions: Sequence[tuple[int, int]],
     downsamples: Sequence[float],
+    crew: Crew = ALONE,
 ) -> str | None:
     """Read a few places of each level both ways.
 
@@ -34,26 +39,39 @@ def first_difference(
         levels: Levels to look at.
         dimensions: (width, height) of each level.
         downsamples: The judge's own downsample of each level.
+        crew: Who reads.
 
     Returns:
         Where they differ, in words; None if they agree everywhere. Places that the judge cannot
         read either do not count.
     """
-    for level in levels:
-        probes = _PROBES if level else _PROBES_FINEST
-        for x, y, width, height in _places(probes, dimensions[level], downsamples[level]):
-            try:
-                right = judge.read(level, x, y, width, height)
-            except SlideReadError:
-                continue
-            if not np.array_equal(fast.read(level, x, y, width, height), right):
-                return f"level {level} at ({x}, {y})"
-    return None
+    places = [
+        (level, place)
+        for level in levels
+        for place in _places(
+            _PROBES if level else _PROBES_FINEST, dimensions[level], downsamples[level]
+        )
+    ]
+    different: list[str] = []
+
+    def compare(probe: tuple[int, _Place]) -> None:
+        level, place = probe
+        if different:
+            return
+        try:
+            right = judge.read(level, *place)
+        except SlideReadError:
+            return
+        if not np.array_equal(fast.read(level, *place), right):
+            different.append(f"level {level} at ({place[0]}, {place[1]})")
+
+    crew.each(compare, places)
+    return different[0] if different else None
 
 
 def _places(
     probes: Sequence[tuple[float, float]], size: tuple[int, int], downsample: float
-) -> Iterator[tuple[int, int, int, int]]:
+) -> Iterator[_Place]:
     seen = set()
     for share_x, share_y in probes:
         x = _exact_position(size[0], share_x, downsample)

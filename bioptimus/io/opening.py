@@ -9,6 +9,7 @@ import openslide
 import tifffile
 from openslide import lowlevel
 
+from bioptimus.io.crew import ALONE, Crew
 from bioptimus.io.judge import first_difference
 from bioptimus.io.metadata import Metadata
 from bioptimus.io.plain import cut_off_sentence, open_plain, sub_levels
@@ -25,12 +26,13 @@ log = logging.getLogger(__name__)
 _MOVED_TILES = ("ventana", "trestle", "zeiss", "mirax", "dicom", "hamamatsu", "sakura")
 
 
-def open_source(path: Path, *, fast: bool) -> tuple[Metadata, PixelSource]:
+def open_source(path: Path, *, fast: bool, crew: Crew = ALONE) -> tuple[Metadata, PixelSource]:
     """Open a slide with the reader that suits it.
 
     Args:
         path: The slide's file.
         fast: Whether readers other than OpenSlide may be used.
+        crew: Who compares their pixels with OpenSlide's.
 
     Raises:
         SlideOpenError: No reader can open it.
@@ -49,7 +51,7 @@ def open_source(path: Path, *, fast: bool) -> tuple[Metadata, PixelSource]:
     if not fast:
         return metadata, judge
     with quiet_tifffile(path.name):
-        return _faster_source(path, metadata, downsamples, judge) or (metadata, judge)
+        return _faster_source(path, metadata, downsamples, judge, crew) or (metadata, judge)
 
 
 def _open_refused(
@@ -86,7 +88,11 @@ def _icc_profile(handle: openslide.OpenSlide, properties: Mapping[str, str]) -> 
 
 
 def _faster_source(
-    path: Path, metadata: Metadata, downsamples: tuple[float, ...], judge: OpenSlideSource
+    path: Path,
+    metadata: Metadata,
+    downsamples: tuple[float, ...],
+    judge: OpenSlideSource,
+    crew: Crew,
 ) -> tuple[Metadata, PixelSource] | None:
     """The reader of stored tiles, if it gives OpenSlide's pixels."""
     if metadata.vendor in _MOVED_TILES:
@@ -108,6 +114,7 @@ def _faster_source(
             levels=[level for level in sorted(table.levels) if level < len(downsamples)],
             dimensions=metadata.level_dimensions,
             downsamples=downsamples,
+            crew=crew,
         )
         if difference is None:
             return table.metadata, source

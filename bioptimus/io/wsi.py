@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from bioptimus.errors import ResolutionError, SlideReadError, UsageError
 from bioptimus.io.blocks import Indices, band_rows, blocks_of, most_band_rows
+from bioptimus.io.crew import ALONE, Crew
 from bioptimus.io.icc import SrgbTransform
 from bioptimus.io.levels import LevelChoice, choose_level, finer_levels
 from bioptimus.io.memory import BATCH_BYTES, fresh_rows
@@ -60,6 +61,10 @@ _DAMAGED_SQUARE_PX = 256
 _MOST_TILE_PX = 8192
 # Side of the squares of level pixels that a coarse image is put together from: 12 MiB of RGB.
 _STRIP_PX = 2048
+# Height of those that are put together from stored tiles, as most of these are not higher.
+_ROW_PX = 256
+# Threads that read such squares at a time: each takes three times its square.
+_STRIPS_AT_ONCE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +156,12 @@ class Slide:
     """
 
     def __init__(
-        self, path: Path, options: OpenOptions, metadata: Metadata, source: PixelSource
+        self,
+        path: Path,
+        options: OpenOptions,
+        metadata: Metadata,
+        source: PixelSource,
+        crew: Crew = ALONE,
     ) -> None:
         self.path = path
         self.name = path.name
@@ -189,14 +199,16 @@ class Slide:
         self.size_files = _companions(path, metadata)
         self._options = options
         self._source = source
+        self._crew = crew
 
     @classmethod
-    def open(cls, path: Path, options: OpenOptions | None = None) -> Self:
+    def open(cls, path: Path, options: OpenOptions | None = None, *, crew: Crew = ALONE) -> Self:
         """Open a slide.
 
         Args:
             path: The slide's file; of a DICOM series, any of its files.
             options: How it is to be read.
+            crew: Threads that help to open it and to make its coarse pictures.
 
         Returns:
             The slide. Its scale may be unknown: :attr:`mpp` raises then, this method does not.
@@ -207,8 +219,8 @@ class Slide:
         """
         path = Path(path)
         options = options or OpenOptions()
-        metadata, source = open_source(path, fast=options.reader == "auto")
-        return cls(path, options, metadata, source)
+        metadata, source = open_source(path, fast=options.reader == "auto", crew=crew)
+        return cls(path, options, metadata, source, crew)
 
     @property
     def mpp(self) -> tuple[float, float]:
@@ -346,7 +358,9 @@ class Slide:
         done = (0, 0) if square_px else self._fill_from_stored_tiles(level, scale, pixels, opaque)
         side = square_px or _STRIP_PX
         step = (max(1, int(side / scale[0])), max(1, int(side / scale[1])))
-        for left, top, columns, rows in _squares(size, step, done=done):
+
+        def fill(square: _Window) -> None:
+            left, top, columns, rows = square
             window, offset = _window((left * scale[0], top * scale[1]), scale, (columns, rows))
             place = np.s_[top : top + rows, left : left + columns]
             # The last pixel may reach beyond the level: what is there counts for all of it.
@@ -357,7 +371,7 @@ class Slide:
                 if damaged is None:
                     raise
                 pixels[place], opaque[place], damaged[place] = self.background, 255, True
-                continue
+                return
             if inside != window[2:]:
                 beyond = ((0, window[3] - inside[1]), (0, window[2] - inside[0]))
                 rgb = np.pad(rgb, (*beyond, (0, 0)), mode="edge")
@@ -366,6 +380,8 @@ class Slide:
             pixels[place] = resample(rgb, offset=offset, scale=scale, size=part)
             whole = alpha.min() == 255
             opaque[place] = 255 if whole else resample(alpha, offset=offset, scale=scale, size=part)
+
+        self._crew.each(fill, _squares(size, step, done=done), at_once=_STRIPS_AT_ONCE)
         return CoarseImage(
             pixels=pixels,
             opaque=opaque,
@@ -399,19 +415,29 @@ class Slide:
             self.level_dimensions[level][0] // factor[0],
             self.level_dimensions[level][1] // factor[1],
         )
-        # Borders of stored tiles: those across would be decoded twice.
+        # Whole stored tiles: those across a border would be decoded twice. A row of them, since
+        # those lie side by side in the file.
         step = tuple(
-            max(tile, _STRIP_PX // tile * tile) // by
-            for tile, by in zip(self._source.stored_tile(level), factor, strict=True)
+            max(1, max(tile, most // tile * tile) // by)
+            for tile, most, by in zip(
+                self._source.stored_tile(level), (_STRIP_PX, _ROW_PX), factor, strict=True
+            )
         )
-        for left, top, columns, rows in _squares(size, (max(1, step[0]), max(1, step[1]))):
+        refused: list[_Window] = []
+
+        def fill(piece: _Window) -> None:
+            left, top, columns, rows = piece
+            if refused:
+                return
             place = np.s_[top : top + rows, left : left + columns]
             corner = (left * factor[0], top * factor[1])
             (filled,) = self._source.read_tiles(level, [corner], factor, [pixels[place]])
             if not filled:
-                return (0, 0)
+                refused.append(piece)
             opaque[place] = 255
-        return size
+
+        self._crew.each(fill, _squares(size, (step[0], step[1])))
+        return (0, 0) if refused else size
 
     def close(self) -> None:
         """Release the file. Reads that are under way end well; twice is fine."""
