@@ -87,10 +87,9 @@ BatchSize = Annotated[
         "--batch-size",
         parser=_batch_size,
         metavar="N|auto",
-        help="Most tiles in one forward pass; auto tries which is the fastest that fits. "
-        "[default: 48; on a CPU 4 for each thread of a pass, unless the model is tiny]",
+        help="Most tiles in one forward pass; auto tries which is the fastest that fits.",
         rich_help_panel=_MODEL,
-        show_default=False,
+        show_default="48; on a CPU 4 for each thread of a pass, unless the model is tiny",
     ),
 ]
 MaxWaitMs = Annotated[
@@ -105,17 +104,17 @@ TileSizePx = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Tile side in pixels. [default: the model's]",
+        help="Tile side in pixels.",
         rich_help_panel=_TILES,
-        show_default=False,
+        show_default="the model's",
     ),
 ]
 TileMpp = Annotated[
     float | None,
     typer.Option(
-        help="Tile scale in µm per pixel. [default: the model's]",
+        help="Tile scale in µm per pixel.",
         rich_help_panel=_TILES,
-        show_default=False,
+        show_default="the model's",
     ),
 ]
 OverlapPx = Annotated[
@@ -219,27 +218,27 @@ Workers = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Slides under way at once. [default: from the cores, 2 to 8]",
+        help="Slides under way at once.",
         rich_help_panel=_JOBS,
-        show_default=False,
+        show_default="from the cores, 2 to 8",
     ),
 ]
 Readers = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Threads that read tiles, shared by all slides. [default: the cores]",
+        help="Threads that read tiles, shared by all slides.",
         rich_help_panel=_JOBS,
-        show_default=False,
+        show_default="the cores",
     ),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Threads inside one forward pass on a CPU. [default: from the cores]",
+        help="Threads inside one forward pass on a CPU.",
         rich_help_panel=_JOBS,
-        show_default=False,
+        show_default="from the cores",
     ),
 ]
 Shard = Annotated[

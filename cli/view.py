@@ -64,8 +64,8 @@ def view(
         typer.Option(
             "--fit-on",
             help="Folder of result files that give the colours of embedding maps and heatmaps, so "
-            "that slides can be compared. [default: the results given, each model's together]",
-            show_default=False,
+            "that slides can be compared.",
+            show_default="the results given, each model's together",
             metavar="DIR",
         ),
     ] = None,

@@ -35,6 +35,17 @@ def test_the_reference_tells_of_every_argument_and_option(entry: Entry) -> None:
         assert is_argument(parameter) or parameter.help, f"{entry.title} {parameter.name}: no help"
 
 
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.title)
+def test_help_shows_every_word_about_an_option(entry: Entry) -> None:
+    done = CliRunner().invoke(app, [*entry.words, "--help"], env={"COLUMNS": "400"})
+    shown = " ".join(done.output.split())
+    for parameter in parameters(entry):
+        # Words in square brackets would be taken for markup, and left out.
+        assert " ".join((parameter.help or "").split()) in shown, parameter.name
+        if isinstance(parameter.show_default, str):
+            assert f"[default: ({parameter.show_default})]" in shown, parameter.name
+
+
 def test_every_command_says_what_it_does() -> None:
     for entry in ENTRIES:
         assert (entry.command.help or "").strip(), entry.title
