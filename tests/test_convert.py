@@ -425,6 +425,35 @@ def test_a_result_that_is_converted_is_let_go(
         assert sum(ref() is not None for ref in opened) <= 5 - number
 
 
+@pytest.mark.parametrize("to", ["trident", "clam", "geojson", "npz"])
+def test_before_its_turn_nothing_of_a_result_is_read_but_its_attributes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    for number in range(3):
+        make_result(tmp_path / "in" / f"{number}.h5")
+    opened: list[Result] = []
+
+    def opening(path: Path) -> Result:
+        opened.append(open_result(path))
+        return opened[-1]
+
+    def read(result: Result) -> set[str]:
+        return vars(result).keys() & {"coords", "features", "thumbnail", "tissue_mask"}
+
+    checked: list[Result] = []
+
+    def checking(result: Result) -> None:
+        checked.append(result)
+        check(result)
+
+    check = Result.check
+    monkeypatch.setattr(Result, "check", checking)
+    monkeypatch.setattr("bioptimus.convert.run.open_result", opening)
+    for number, _ in enumerate(convert([tmp_path / "in"], tmp_path / "out", to=to), start=1):
+        assert checked == opened[:number]
+        assert not any(map(read, opened[number:]))
+
+
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_damaged_file_is_not_converted_and_the_others_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str

@@ -76,14 +76,14 @@ class Conversion:
     Attributes:
         source: The result file.
         pieces: Its outputs; empty where there is a problem.
-        made_from: Digest of what they depend on.
+        made_from: Checks the result and gives the digest of what they depend on.
         problem: Why it cannot be converted.
         needed_bytes: Room that it will take, roughly.
     """
 
     source: Path
     pieces: tuple[Piece, ...] = ()
-    made_from: str = ""
+    made_from: Callable[[], str] = str
     problem: str | None = None
     needed_bytes: int = 0
 
@@ -134,15 +134,19 @@ def convert(
 
 
 def _plan(source: Path, relative: PurePath, to: str, options: ConvertOptions) -> Conversion:
+    """What a result will become. Only attributes and names are read and held: there may be many."""
+
+    def checked() -> str:
+        result.check()
+        return made_from(result, to, options)
+
     try:
         result = open_result(source)
-        result.check()
         pieces = FORMATS[to].pieces(result, relative, options)
-        digest = made_from(result, to, options)
         size = source.stat().st_size
     except OutputError as exc:
         return Conversion(source=source, problem=str(exc))
-    return Conversion(source=source, pieces=tuple(pieces), made_from=digest, needed_bytes=size)
+    return Conversion(source=source, pieces=tuple(pieces), made_from=checked, needed_bytes=size)
 
 
 def _refuse_collisions(plans: Iterable[Conversion]) -> None:
@@ -165,9 +169,10 @@ def _convert(plan: Conversion, out: Path, record: Record, *, overwrite: bool) ->
     kept: list[Path] = []
     problem = None
     try:
+        digest = plan.made_from()
         if not overwrite:
             kept = [
-                out / piece.path for piece in plan.pieces if _is_there(piece, plan, out, record)
+                out / piece.path for piece in plan.pieces if _is_there(piece, digest, out, record)
             ]
         missing = [piece for piece in plan.pieces if out / piece.path not in kept]
         if missing:
@@ -176,14 +181,14 @@ def _convert(plan: Conversion, out: Path, record: Record, *, overwrite: bool) ->
             # If this run ends in between, nobody may take the new one for the old.
             record.forget(piece.path)
             _make(piece, out / piece.path)
-            record.add(piece.path, plan.made_from)
+            record.add(piece.path, digest)
             done.append(out / piece.path)
     except OutputError as exc:
         problem = str(exc)
     return Converted(source=plan.source, outputs=tuple(done), kept=tuple(kept), problem=problem)
 
 
-def _is_there(piece: Piece, plan: Conversion, out: Path, record: Record) -> bool:
+def _is_there(piece: Piece, digest: str, out: Path, record: Record) -> bool:
     """Whether an output need not be made again.
 
     Raises:
@@ -191,7 +196,7 @@ def _is_there(piece: Piece, plan: Conversion, out: Path, record: Record) -> bool
     """
     if not (out / piece.path).exists():
         return False
-    if not record.is_current(piece.path, plan.made_from):
+    if not record.is_current(piece.path, digest):
         raise OutputError(
             f"{out / piece.path}: is there already and not known to be made from this result with "
             "these options; pass --overwrite"

@@ -42,14 +42,14 @@ def trident(result: Result, relative: PurePath, _: ConvertOptions) -> list[Piece
                 ),
             )
         )
-    if result.thumbnail is not None:
+    if result.holds("thumbnail"):
         pieces.append(
             Piece(
                 path=PurePath("thumbnails", f"{name}.jpg"),
                 write=lambda path: _write_thumbnail(result, path),
             )
         )
-    if result.tissue_mask is not None:
+    if result.holds("tissue_mask"):
         pieces.append(
             Piece(
                 path=PurePath("contours_geojson", f"{name}.geojson"),

@@ -205,6 +205,10 @@ class Result:
         """Values per prediction; 0 where there is none."""
         return int(self._shapes["predictions"][1]) if "predictions" in self._shapes else 0
 
+    def holds(self, name: str) -> bool:
+        """Whether the file has a dataset; nothing of it is read."""
+        return name in self._shapes
+
     @cached_property
     def features(self) -> npt.NDArray[np.floating[Any]]:
         """(N, D) embeddings.
@@ -314,7 +318,7 @@ class Result:
     @property
     def has_row_checksums(self) -> bool:
         """Whether the file tells the checksum of each row; older ones do not."""
-        return ROW_CHECKSUMS in self._shapes
+        return self.holds(ROW_CHECKSUMS)
 
     def check(self, *, rows: bool = False) -> None:
         """Refuse a file whose small datasets hold other values than were written.
