@@ -286,3 +286,5 @@ def test_a_gpu_is_told_by_its_number_as_written(monkeypatch: pytest.MonkeyPatch)
     for device in ("cuda:256", "cuda:99999999999", "cuda:2"):
         with pytest.raises(UsageError, match=f"{device}: there are 2 GPUs here"):
             require_device(device)
+    with pytest.raises(UsageError, match=r"cuda:01: known are cpu, cuda and cuda:N"):
+        require_device("cuda:01")  # torch refuses it

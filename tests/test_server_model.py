@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +276,7 @@ def test_passes_side_by_side_have_a_stream_each_and_later_ones_use_them_again(
 
     monkeypatch.setattr(torch.cuda, "Stream", make)
     monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     pool = StreamPool(torch.device("cuda:1"))
     with pool.lease(), pool.lease():
         pass

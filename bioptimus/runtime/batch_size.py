@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bioptimus.errors import OutOfDeviceMemoryError, _ForwardError
+from bioptimus.errors import LostDeviceError, OutOfDeviceMemoryError, _ForwardError
 from bioptimus.inference.schemas import ModelRequest
 from bioptimus.models.types import InferenceMode, ModelSpec
+from bioptimus.runtime.runners import release_cached_memory
 from bioptimus.runtime.server_model import BaseServerModel
 
 # Twice the tiles must be faster by this much. Less is within what two measurements of the same
@@ -93,6 +94,7 @@ def find_batch_size(
 
     Raises:
         UsageError: The model cannot answer this mode.
+        LostDeviceError: The device works no more in this process.
         _ForwardError: Not even a single tile can be computed.
     """
     if budget_s is None:
@@ -112,7 +114,7 @@ def find_batch_size(
             try:
                 took = trial.seconds(size, left=left)
             except _ForwardError as exc:
-                if not tiles:
+                if not tiles or isinstance(exc, LostDeviceError):
                     raise
                 full = isinstance(exc, OutOfDeviceMemoryError)
                 reason = f"{size} do not fit into memory" if full else f"{size} fail ({exc})"
@@ -159,12 +161,10 @@ class _Trial:
     def __enter__(self) -> "_Trial":
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._threads.shutdown()
-        if self._model.device != "cpu":
-            import torch
-
-            torch.cuda.empty_cache()
+        if not isinstance(error, LostDeviceError):
+            release_cached_memory(self._model.device)
 
     def seconds(self, size: int, *, left: float) -> float:
         """The time of the quickest of some rounds.

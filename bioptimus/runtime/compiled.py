@@ -16,6 +16,7 @@ import shutil
 import weakref
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +67,22 @@ class CompiledRunner(CheckedRunner):
                 info.torch_version,
                 torch.__version__,
             )
-        # Runners share the weights and cost next to nothing: enough for every later wish.
-        self._runners = max(slots, available_cores())
+        # Runners share the weights and cost next to nothing: enough for every later wish. On a
+        # GPU each loads the kernels for itself, and all are used in turn.
+        self._runners = max(slots, available_cores()) if device == "cpu" else slots
         folder = unpack(info)
         reason = _why_official(info) if not official else "asked for"
+        if reason:
+            log.info("%s: called through torch's own loader: %s", info.path, reason)
+        kind = _Official if reason else _Library
+        # A program for a GPU makes that one the thread's, and leaves it so.
+        guard = nullcontext() if device == "cpu" else torch.cuda.device(device)
         try:
-            self._program: _Library | _Official
-            if reason:
-                log.info("%s: called through torch's own loader: %s", info.path, reason)
-                self._program = _Official(info, folder, device=device, runners=self._runners)
-            else:
-                self._program = _Library(info, folder, device=device, runners=self._runners)
+            with guard:
+                self._program: _Library | _Official = kind(
+                    info, folder, device=device, runners=self._runners
+                )
+            if isinstance(self._program, _Library):
                 self._program.check_counts(info, signature)
         except (OSError, RuntimeError, AttributeError) as exc:
             raise CheckpointError(f"{info.path}: cannot be loaded: {first_line(exc)}") from exc

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bioptimus.errors import CheckpointError, UsageError
+from bioptimus.errors import CheckpointError, ModelError, UsageError
 from bioptimus.models.registry import SPECS, get_spec
 from bioptimus.models.types import Models, ModelSpec
 from bioptimus.runtime.archive import ArchiveInfo, file_sha256, inspect_archive
@@ -144,6 +144,7 @@ def build_server_model(
         UsageError: No such model or device, or no file for it.
         CheckpointError: The file is damaged, foreign, made for another machine or model, or has
             another digest.
+        ModelError: The device is there and cannot be used, or lacks memory.
     """
     prepare_environment()  # making the built-in model takes torch
     choice = resolve_model(name, checkpoint, assets_root=assets_root, sha256=sha256)
@@ -163,10 +164,11 @@ def load_model(
     Raises:
         UsageError: No such device.
         CheckpointError: The file cannot be loaded, or is made for another machine.
+        ModelError: The device is there and cannot be used, or lacks memory.
     """
     prepare_environment()
     from bioptimus.runtime import server_model
-    from bioptimus.runtime.runners import open_archive
+    from bioptimus.runtime.runners import first_line
 
     kind = server_model.BaseServerModel
     if choice.spec.output_kind == "mask":
@@ -174,13 +176,26 @@ def load_model(
     elif choice.spec.rna_dim:
         kind = server_model.BulkRNAServerModel
     device = wanted_device(device)
+    try:
+        runner = _runner(choice, device, use_compiled=use_compiled)
+        return kind.from_runner(choice.spec, runner, checkpoint_path=choice.checkpoint)
+    except RuntimeError as exc:  # torch's, of a GPU that is full, taken, broken or too old
+        if device == "cpu":
+            raise
+        raise ModelError(
+            f"{choice.name}: cannot be loaded on {device}: {first_line(exc)}; see "
+            "`bioptimus doctor`, or use another device"
+        ) from exc
+
+
+def _runner(choice: ModelChoice, device: str, *, use_compiled: bool) -> Runner:
+    from bioptimus.runtime.runners import open_archive
+
     info = choice.info or inspect_archive(choice.checkpoint)
     runner = _compiled_twin(choice, info, device) if use_compiled else None
     if runner is None and choice.is_builtin:
         runner = _builtin(choice, info, device)
-    if runner is None:
-        runner = open_archive(info, device=device, spec=choice.spec)
-    return kind.from_runner(choice.spec, runner, checkpoint_path=choice.checkpoint)
+    return runner or open_archive(info, device=device, spec=choice.spec)
 
 
 def _builtin(choice: ModelChoice, info: ArchiveInfo, device: str) -> Runner:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     Tensors = tuple[torch.Tensor, ...]
 
-_DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
+# torch refuses a number with zeros before it.
+_DEVICE_NAME = re.compile(r"cpu|cuda(:(0|[1-9]\d*))?", re.ASCII)
 
 # Neither loader is safe to run twice at once in one process.
 LOADING = threading.Lock()
@@ -288,6 +289,10 @@ _DEVICE_LOST = (
     "launch timed out",
     "uncorrectable ecc",
     "uncorrectable nvlink",
+    "global/shared address space",
+    "context is destroyed",
+    # No fault of the device, but as final: this torch has no code for it.
+    "no kernel image is available",
 )
 
 
@@ -297,6 +302,46 @@ def loses_device(exc: BaseException) -> bool:
         return True
     text = str(exc).lower()
     return isinstance(exc, RuntimeError) and any(word in text for word in _DEVICE_LOST)
+
+
+def still_works(device: str) -> bool:
+    """Whether a device can be used after a failure.
+
+    What spoils a process for CUDA makes each later call fail, this one too, whatever the words of
+    the first failure were: a library on top of CUDA may have told it in its own.
+    """
+    if device == "cpu":
+        return True
+    import torch
+
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def try_device(device: str) -> None:
+    """Have a GPU compute something, and wait for that and all it was given before.
+
+    Raises:
+        RuntimeError: It cannot be used; torch's words.
+    """
+    import torch
+
+    torch.ones(1, device=device).add_(1)
+    torch.cuda.synchronize(device)
+
+
+def release_cached_memory(device: str) -> None:
+    """Give memory that torch keeps for later use back to the device; on the CPU, do nothing."""
+    if device == "cpu":
+        return
+    import torch
+
+    # Without naming the device, CUDA would occupy memory of the first one, to free nothing there.
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
 
 
 def first_line(exc: BaseException) -> str:

@@ -42,7 +42,7 @@ from bioptimus.errors import (
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.runtime.archive import file_sha256
-from bioptimus.runtime.loader import MODEL_ROOT
+from bioptimus.runtime.loader import MODEL_ROOT, wanted_device
 from bioptimus.runtime.runners import (
     CheckedRunner,
     Runner,
@@ -50,6 +50,9 @@ from bioptimus.runtime.runners import (
     lacks_memory,
     loses_device,
     open_runner,
+    release_cached_memory,
+    still_works,
+    try_device,
 )
 
 logger = logging.getLogger(__name__)
@@ -141,7 +144,9 @@ class StreamPool:
         except IndexError:
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         try:
-            with torch.cuda.stream(stream):
+            # The device too: a thread starts on the first one, and the way back there from
+            # another one's stream would take memory of it for this process.
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
                 yield
         finally:
             self._idle.append(stream)
@@ -156,7 +161,7 @@ class BaseServerModel:
     Args:
         model_spec: Tile size, layout, outputs.
         checkpoint_name: File name of the ``.pt2``.
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        device: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``.
         model_root: Folder of the checkpoint.
 
     Raises:
@@ -182,7 +187,8 @@ class BaseServerModel:
         path = Path(model_root) / checkpoint_name
         if not path.exists():
             raise CheckpointError(f"{path}: no such file; pass the path of a .pt2 checkpoint")
-        self._set_up(model_spec, open_runner(path, device=device, spec=model_spec), path)
+        runner = open_runner(path, device=wanted_device(device), spec=model_spec)
+        self._set_up(model_spec, runner, path)
 
     @classmethod
     def from_runner(
@@ -213,6 +219,10 @@ class BaseServerModel:
         # On the device from the start: a copy per batch would wait for the stream.
         self._mean = torch.tensor(model_spec.mean, dtype=torch.float32).view(shape).to(self._device)
         self._std = torch.tensor(model_spec.std, dtype=torch.float32).view(shape).to(self._device)
+        if self._streams:
+            # What was copied so far went by the default stream, for which no other waits. And a
+            # GPU that computes nothing should say so now, not slide by slide.
+            try_device(self.device)
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -363,21 +373,21 @@ class BaseServerModel:
             raise self._translate(exc, len(samples)) from exc
 
     def _translate(self, exc: Exception, tiles: int) -> _ForwardError:
+        # First: on a lost device the lack of memory is but how a library puts it.
+        if loses_device(exc) or not still_works(self.device):
+            return LostDeviceError(
+                f"{self.model_name}: {self.device} works no more in this process "
+                f"({first_line(exc)}); run the same command again to go on"
+            )
         if lacks_memory(exc):
             # The frames that failed hold what the pass had made so far, on the device.
             release_frames(exc)
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            release_cached_memory(self.device)
             what, advice = f"{tiles} tiles in a batch", "a smaller batch may fit"
             if tiles == 1:
                 what, advice = "a single tile", "free memory there, or use another device"
             return OutOfDeviceMemoryError(
                 f"{self.model_name}: out of memory on {self.device} with {what}; {advice}"
-            )
-        if loses_device(exc):
-            return LostDeviceError(
-                f"{self.model_name}: {self.device} works no more in this process "
-                f"({first_line(exc)}); run the same command again to go on"
             )
         if isinstance(exc, _ForwardError):
             return _ForwardError(f"{self.model_name}: {exc}")
