@@ -1,6 +1,8 @@
 """What ``benchmarks/gpu.sh`` runs: parity and speed of large models on one NVIDIA GPU."""
 
 import argparse
+import contextlib
+import gc
 import json
 import os
 import platform
@@ -11,13 +13,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bioptimus.errors import BioptimusError
 from bioptimus.models.facts import FACTS, Facts, VitShape
 from bioptimus.runtime.loader import prepare_environment
 
@@ -90,7 +93,6 @@ def main() -> int:
 
 
 def _run(bench: Bench) -> bool:
-    _describe(bench)
     models: dict[str, Path] = {}
     failed = False
 
@@ -100,10 +102,14 @@ def _run(bench: Bench) -> bool:
             step()
         except SkippedError as exc:
             bench.row("skipped", str(exc), "")
-        except (BioptimusError, RuntimeError, OSError, subprocess.SubprocessError) as exc:
+        # Whatever it is: time on such a machine is short, and the other steps can be had.
+        except Exception as exc:  # noqa: BLE001
             failed = True
-            bench.row("FAILED", type(exc).__name__, str(exc).splitlines()[0][:200])
+            traceback.print_exc()
+            bench.row("FAILED", type(exc).__name__, (str(exc).splitlines() or [""])[0][:200])
+        _release(bench)
 
+    attempt(lambda: _describe(bench))
     # The smaller one first: what it shows is the most for the time.
     for key in ("vit-b", "h0"):
         attempt(lambda key=key: _export(bench, key, models))  # type: ignore[misc]
@@ -116,6 +122,16 @@ def _run(bench: Bench) -> bool:
     if "h0" in models:
         attempt(lambda: _end_to_end(bench, "h0", models["h0"], workers=(8,)))
     return failed
+
+
+def _release(bench: Bench) -> None:
+    """Give back what a step took of the GPU: the next one may run in a process of its own."""
+    gc.collect()
+    if bench.device != "cpu":
+        import torch
+
+        with contextlib.suppress(RuntimeError):  # the GPU is lost; the next step says so
+            torch.cuda.empty_cache()
 
 
 def _describe(bench: Bench) -> None:
@@ -132,11 +148,11 @@ def _describe(bench: Bench) -> None:
     block = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(block, device=bench.device)
     target.copy_(block, non_blocking=True)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(bench.device)
     start = time.perf_counter()
     for _ in range(8):
         target.copy_(block, non_blocking=True)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(bench.device)
     rate = 8 * block.numel() / (time.perf_counter() - start)
     bench.row("machine", "host to device, pinned", f"{rate / 1e9:.1f} GB/s")
 
@@ -215,38 +231,43 @@ def _alone(bench: Bench, key: str, path: Path, *, compiled: bool) -> None:
         runner: Any = model._runner
         if compiled and type(runner).__name__ != "CompiledRunner":
             raise SkippedError(f"{key}: no compiled file")
-        rates: dict[int, list[float]] = {}
         for size in sizes:
             tiles = random_inputs(expected_inputs(model.model_spec), rows=size)[0]
-            runner(tiles)
-            rates[size] = [_rate(runner, tiles, callers, seconds) for callers in CALLERS]
-    for size, (one, several) in rates.items():
-        bench.row(
-            "alone",
-            f"{key} {kind}, batch {size}, {CALLERS[0]} / {CALLERS[1]} callers",
-            f"{one:.0f} / {several:.0f} tiles/s (overlap x{several / one:.2f})",
-        )
+            one, several = (_rate(runner, tiles, callers, seconds) for callers in CALLERS)
+            bench.row(
+                "alone",
+                f"{key} {kind}, batch {size}, {CALLERS[0]} / {CALLERS[1]} callers",
+                f"{one:.0f} / {several:.0f} tiles/s (overlap x{several / one:.2f})",
+            )
 
 
 def _rate(runner: Callable[..., object], tiles: Any, callers: int, seconds: float) -> float:
-    done = 0
-    lock = threading.Lock()
-    stop = time.perf_counter() + seconds
+    """Tiles per second of all callers together."""
+    ready = threading.Barrier(callers, timeout=60)
 
-    def call() -> None:
-        nonlocal done
-        while time.perf_counter() < stop:
+    def call() -> float:
+        try:
+            # A thread's first pass pays for its stream's memory and for its libraries' handles.
             runner(tiles)
-            with lock:
-                done += len(tiles)
+        except BaseException:
+            ready.abort()
+            raise
+        ready.wait()
+        done, start = 0, time.perf_counter()
+        while (passed := time.perf_counter() - start) < seconds:
+            runner(tiles)
+            done += len(tiles)
+        return done / passed
 
-    threads = [threading.Thread(target=call) for _ in range(callers)]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return done / (time.perf_counter() - start)
+    with ThreadPoolExecutor(callers) as threads:
+        calls = [threads.submit(call) for _ in range(callers)]
+    failures = [error for each in calls if (error := each.exception())]
+    # One that failed breaks the others' wait; its own words are the ones to tell.
+    for error in sorted(
+        failures, key=lambda error: isinstance(error, threading.BrokenBarrierError)
+    ):
+        raise error
+    return sum(each.result() for each in calls)
 
 
 def _end_to_end(
@@ -306,8 +327,11 @@ def _busy(bench: Bench) -> Iterator[list[int]]:
     if bench.device == "cpu" or shutil.which("nvidia-smi") is None:
         yield samples
         return
-    index = bench.device.partition(":")[2] or "0"
-    command = ["nvidia-smi", "-i", index, "--query-gpu=utilization.gpu"]
+    import torch
+
+    # By its own name: CUDA_VISIBLE_DEVICES numbers GPUs anew, for torch alone.
+    name = f"GPU-{torch.cuda.get_device_properties(bench.device).uuid}"
+    command = ["nvidia-smi", "-i", name, "--query-gpu=utilization.gpu"]
     command += ["--format=csv,noheader,nounits", "-lms", "200"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watcher:
         try:
