@@ -6,7 +6,7 @@ import typer
 
 from bioptimus.errors import BioptimusError, UsageError
 from cli import options as opt
-from cli.progress import left_out, one_line, say
+from cli.progress import left_out, one_line, say, without_name
 
 if TYPE_CHECKING:
     from bioptimus.batch.inputs import SlideInput
@@ -62,7 +62,9 @@ def info(
         except BioptimusError as exc:
             facts = {"path": str(slide.path), "name": slide.path.name, "error": str(exc)}
             all_opened = False
-            say(f"error: {exc}", err=True)
+            # With its folders: two may have one file name.
+            name = str(slide.relative)
+            say(f"error: {name}: {without_name(str(exc), name)}", err=True)
         found.append(facts)
         if not as_json and "error" not in facts:
             typer.echo(("\n" if number else "") + _as_text(facts))

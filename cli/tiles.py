@@ -132,14 +132,14 @@ def tiles(
             except BioptimusError as exc:
                 # The slide's edge: the others go on.
                 failed += 1
-                name = slide.path.name
+                name = str(slide.relative)
                 say(f"error: {name}: {without_name(str(exc), name)}", err=True)
             except Exception as exc:  # noqa: BLE001
                 # The same for a fault nobody foresaw. Imported here: torch comes with it.
                 from bioptimus.pipeline import unexpected
 
                 failed += 1
-                unexpected(slide.path.name, exc)
+                unexpected(str(slide.relative), exc)
     if csv is not None and csv != STDOUT:
         say(csv)
     if failed:
@@ -183,20 +183,22 @@ def _plan_one(
         raise SlideOpenError(f"{job.path.name}: {job.problem}")
     if job.mask is not None:
         planning = replace(planning, tissue=str(job.mask))
+    # Which tells slides of one file name apart.
+    name = str(job.relative)
     place = job.relative.with_name(strip_extension(job.relative.name))
     with Slide.open(job.path, opening.with_column(job.mpp)) as slide:
         plan = plan_slide(slide, TileSpec(), planning, segmenter=segmenter)
         level = slide.tile_reader(plan.spec).level
         for warning in (*slide.warnings, *plan.warnings):
-            say(f"{slide.name}: {without_name(warning, slide.name)}", err=True)
+            say(f"{name}: {without_name(warning, name)}", err=True)
         if table is not None:
             table.add(str(job.path), plan)
         written = ""
-        if pictures is not None and _drawn(slide, plan, pictures / f"{place}.png"):
+        if pictures is not None and _drawn(slide, plan, pictures / f"{place}.png", name=name):
             written = f" -> {pictures / f'{place}.png'}"
         side = plan.spec.side_um
         say(
-            f"{slide.name}: {len(plan)} of {len(plan.grid)} tiles of {side:g} µm kept, "
+            f"{name}: {len(plan)} of {len(plan.grid)} tiles of {side:g} µm kept, "
             f"{plan.mask.share:.1%} tissue, mpp {slide.mpp[0]:.4g} "
             f"({slide.resolution.source}), level {level}{written}",
             err=lines_to_stderr,
@@ -204,14 +206,14 @@ def _plan_one(
         if dump is not None:
             result = dump_tiles(slide, plan, dump / place, max_failed_share=max_failed_tiles)
             for x, y, reason in result.failed:
-                say(f"{slide.name}: tile at ({x}, {y}) not written: {reason}", err=True)
+                say(f"{name}: tile at ({x}, {y}) not written: {reason}", err=True)
             say(
-                f"{slide.name}: {counted(result.written, 'tile')} written -> {dump / place}",
+                f"{name}: {counted(result.written, 'tile')} written -> {dump / place}",
                 err=lines_to_stderr,
             )
 
 
-def _drawn(slide: "Slide", plan: "SlidePlan", path: Path) -> bool:
+def _drawn(slide: "Slide", plan: "SlidePlan", path: Path, *, name: str) -> bool:
     """Draw the overview; a picture that cannot be made is no reason for the slide to fail."""
     from bioptimus.overview import draw_overview, save_overview
 
@@ -219,6 +221,6 @@ def _drawn(slide: "Slide", plan: "SlidePlan", path: Path) -> bool:
         image = slide.thumbnail(THUMBNAIL_PX)
         save_overview(path, draw_overview(image.pixels, image.downsample, plan))
     except BioptimusError as exc:
-        say(f"{slide.name}: no overview: {exc}", err=True)
+        say(f"{name}: no overview: {without_name(str(exc), name)}", err=True)
         return False
     return True

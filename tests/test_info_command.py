@@ -54,6 +54,17 @@ def test_one_bad_slide_does_not_hide_the_others(
     ]
 
 
+def test_errors_of_slides_of_one_file_name_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "s.svs").touch()
+    assert main(["info", str(tmp_path)]) == 1
+    starts = [line.split(": ")[:2] for line in capsys.readouterr().err.splitlines()]
+    assert starts == [["error", "a/s.svs"], ["error", "b/s.svs"]]
+
+
 def test_info_says_what_an_override_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,36 @@ def test_one_bad_slide_does_not_stop_the_others(example_slide: Path, tmp_path: P
     assert "CMU-1-Small-Region.svs: " in done.stdout
 
 
+def test_slides_of_one_file_name_are_told_apart_and_keep_their_own_files(tmp_path: Path) -> None:
+    shades = {"a": (200, 120, 160), "b": (120, 160, 200)}
+    for folder, shade in shades.items():
+        pixels = np.full((300, 300, 3), shade, np.uint8)
+        (tmp_path / "in" / folder).mkdir(parents=True)
+        slides.write_pyramid(tmp_path / "in" / folder / "s.tiff", pixels, mpp=1.0, factors=(1,))
+        (tmp_path / "in" / folder / "bad.svs").write_bytes(b"")
+    done = run(
+        *(tmp_path / "in", "--out", tmp_path / "out", "--dump", tmp_path / "dump"),
+        *("--csv", tmp_path / "tiles.csv", "--tissue", "none", "--tile-mpp", "1"),
+    )
+    assert done.exit_code == 1, done.output
+    starts = [line.split(": ")[0] for line in done.stdout.splitlines()]
+    assert starts == ["a/s.tiff", "a/s.tiff", "b/s.tiff", "b/s.tiff", f"{tmp_path}/tiles.csv"]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert [line.split(": ")[1] for line in errors] == ["a/bad.svs", "b/bad.svs"]
+    assert all(line.count("bad.svs") == 1 for line in errors)
+    for folder, shade in shades.items():
+        tiles = list((tmp_path / "dump" / folder / "s").iterdir())
+        assert tiles
+        for picture in (tmp_path / "out" / folder / "s.png", *tiles):
+            with Image.open(picture) as image:
+                colour = np.median(np.asarray(image.convert("RGB")), axis=(0, 1))
+            assert np.abs(colour - shade).max() < 12, picture
+    with (tmp_path / "tiles.csv").open(newline="", encoding="utf-8") as file:
+        named = [row["slide"] for row in csv.DictReader(file)]
+    paths = [str(tmp_path / "in" / folder / "s.tiff") for folder in shades]
+    assert sorted(named) == sorted(paths * (len(named) // 2))
+
+
 def test_list_gives_each_slide_its_scale_and_mask(example_slide: Path, tmp_path: Path) -> None:
     Image.fromarray(np.full((99, 74), 255, dtype=np.uint8)).save(tmp_path / "mask.png")
     (tmp_path / "list.csv").write_text(
