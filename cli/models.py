@@ -212,7 +212,7 @@ def compile_model(
     """Compile a portable .pt2 for this machine (faster by a quarter or so on a CPU).
 
     The result goes to the cache and is used from then on whenever that model runs here. Needs a
-    C++ compiler; running does not.
+    C++ compiler, and for a GPU the CUDA toolkit; running does not.
     """
     if isa not in ("native", "avx2"):
         raise UsageError(f"--isa {isa}: known are native and avx2")

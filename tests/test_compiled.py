@@ -22,6 +22,7 @@ from bioptimus.runtime.compilation import compile_portable, compiled_path
 from bioptimus.runtime.compiled import CompiledRunner, unpack
 from bioptimus.runtime.loader import build_server_model
 from bioptimus.runtime.runners import CheckedRunner, load_runner, open_runner
+from tests.gpu_stand_in import StandIn
 from tests.tiny_models import TINY, random_tiles, save_module
 
 pytestmark = [
@@ -361,6 +362,16 @@ def test_without_a_compiler_the_error_says_that_the_portable_file_runs(
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(CheckpointError, match=r"no C\+\+ compiler"):
         compile_portable(portable, again=True)
+
+
+def test_without_the_cuda_toolkit_no_file_is_said_to_be_unwritable(
+    portable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StandIn(monkeypatch)
+    with pytest.raises(CheckpointError, match=r"^no CUDA toolkit \(nvcc\) found"):
+        compile_portable(portable, device="cuda:1")
+    with pytest.raises(UsageError, match=r"cuda:2: there are 2 GPUs here"):
+        compile_portable(portable, device="cuda:2")
 
 
 def test_a_model_runs_compiled_where_a_twin_was_made(compiled: Path, portable: Path) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from bioptimus.doctor import Finding, examine, installation
+from bioptimus.doctor import Finding, examine, installation, machine
 from bioptimus.doctor.trials import read_tiny_slide, write_tiny_slide
 from bioptimus.io.wsi import TileReader
 from cli.main import app
+from tests.gpu_stand_in import StandIn
 
 
 @pytest.fixture(autouse=True)
@@ -147,3 +149,37 @@ def test_pictures_are_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = named(examine(out=tmp_path, with_model=False), "pictures")
     assert found.status == "warning"
     assert "bioptimus-wsi[view]" in found.advice
+
+
+def test_a_gpu_that_computes_nothing_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = StandIn(monkeypatch)
+    card = SimpleNamespace(name="H200", total_memory=139 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    fine = list(machine.cuda())
+    assert [each.name for each in fine] == ["cuda:0", "cuda:1"]
+    assert fine[0].fact == "H200, 139 GiB, compute capability 9.0"
+    gpu.broken = "CUDA error: no kernel image is available for execution on the device\nand more"
+    for each in machine.cuda():
+        assert (each.status, each.fact) == ("problem", gpu.broken.splitlines()[0])
+
+
+@pytest.mark.parametrize(
+    ("build", "shown", "advice"),
+    [
+        (None, "", "install the CUDA build"),
+        ("13.0", "", "CUDA_VISIBLE_DEVICES is '': unset it"),
+        ("13.0", None, "or a newer driver"),
+    ],
+)
+def test_why_torch_sees_no_gpu_is_told_by_what_hides_it(
+    monkeypatch: pytest.MonkeyPatch, build: str | None, shown: str | None, advice: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    (found,) = machine.cuda()
+    assert found.status == "warning"
+    assert advice in found.advice

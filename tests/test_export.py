@@ -431,6 +431,16 @@ def test_a_file_that_is_there_is_refused_before_weights_are_read(
     assert (tmp_path / name).read_bytes() == b"weeks of work"
 
 
+def test_a_device_that_is_not_there_is_refused_before_weights_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sources, "from_function", lambda *_: pytest.fail("weights are read"))
+    assert main(["models", "export", *FLAT, "--device", "cuda:1"]) == 2
+    assert capsys.readouterr().err.startswith("error: device cuda:1: torch sees no NVIDIA GPU here")
+
+
 def test_a_file_that_is_there_is_replaced_if_so_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

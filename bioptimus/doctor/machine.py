@@ -45,20 +45,42 @@ def cuda() -> Iterator[Finding]:
     """Devices, or why there are none."""
     import torch
 
+    from bioptimus.runtime.runners import first_line, try_device
+
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
-            facts = torch.cuda.get_device_properties(number)
+            name = f"cuda:{number}"
+            try:
+                facts = torch.cuda.get_device_properties(number)
+                try_device(name)
+            except RuntimeError as exc:
+                yield Finding(
+                    name=name,
+                    status="problem",
+                    fact=first_line(exc),
+                    advice="see nvidia-smi for what else runs there, and the driver's log; or use "
+                    "another --device",
+                )
+                continue
             memory = facts.total_memory / 2**30
             yield ok(
-                f"cuda:{number}",
+                name,
                 f"{facts.name}, {memory:.0f} GiB, compute capability {facts.major}.{facts.minor}",
             )
     elif shutil.which("nvidia-smi"):
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        advice = "install the build of torch that fits the driver (pytorch.org), or a newer driver"
+        if torch.version.cuda is None:
+            advice = "install the CUDA build of torch that fits the driver (pytorch.org)"
+        elif shown is not None:
+            advice = (
+                f"CUDA_VISIBLE_DEVICES is {shown!r}: unset it, or ask the batch system for a GPU"
+            )
         yield Finding(
             name="cuda",
             status="warning",
             fact=f"an NVIDIA driver is here, and torch {torch.__version__} cannot use it",
-            advice="install the CUDA build of torch that fits the driver (pytorch.org)",
+            advice=advice,
         )
     else:
         yield ok("cuda", "no device; models run on the CPU")

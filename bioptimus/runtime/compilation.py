@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -81,21 +82,26 @@ def compile_portable(
 
     Raises:
         UsageError: It is compiled already, or the device is not there.
-        CheckpointError: No compiler, a program that cannot be compiled, or other results.
+        CheckpointError: No compiler, no CUDA toolkit for a GPU, a program that cannot be compiled,
+            or other results.
     """
-    import torch
+    from bioptimus.runtime.runners import require_device
 
     info = inspect_archive(source)
     if info.kind == "compiled":
         raise UsageError(f"{source}: is compiled already; give the portable file")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"device {device}: torch sees no NVIDIA GPU here; use --device cpu")
+    require_device(device)
     path = compiled_path(info, device=device, isa=isa)
     if not again and _is_whole(path):
         return path
     if not _compiler():
         raise CheckpointError(
             "no C++ compiler (g++) found, which compiling needs; the portable file runs without"
+        )
+    if device != "cpu" and not _cuda_toolkit():
+        raise CheckpointError(
+            "no CUDA toolkit (nvcc) found, which compiling for a GPU needs; set CUDA_HOME to its "
+            "folder; the portable file runs without"
         )
     folder = beside(path)
     temporary = folder / "model.pt2"
@@ -142,6 +148,13 @@ def _compiler() -> str | None:
     return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("clang++")
 
 
+def _cuda_toolkit() -> str | None:
+    """The folder that torch would take CUDA's headers from, which its packages lack."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return CUDA_HOME
+
+
 def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
     import torch
 
@@ -156,6 +169,8 @@ def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
         "torch": torch.__version__,
         "source_sha256": file_sha256(info.path),
     }
+    # Of several GPUs, what the file says of its architecture is that of the current one.
+    guard = nullcontext() if device == "cpu" else torch.cuda.device(device)
     options: dict[str, object] = {
         # Else the optional runtime check refuses batches of one.
         "aot_inductor.check_lowerbound": False,
@@ -166,7 +181,7 @@ def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
         if isa == "avx2":
             options |= {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}
     try:
-        with quiet():
+        with quiet(), guard:
             program = torch.export.load(info.path)
             if device != "cpu":
                 from torch.export.passes import move_to_device_pass

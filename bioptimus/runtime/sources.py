@@ -20,6 +20,7 @@ from bioptimus.errors import CheckpointError, UsageError
 from bioptimus.models.facts import FACTS, Facts, get_facts
 from bioptimus.models.types import ModelSpec
 from bioptimus.runtime.archive import file_sha256
+from bioptimus.runtime.runners import require_device
 from bioptimus.tiles import TileSpec
 
 if TYPE_CHECKING:
@@ -202,7 +203,8 @@ def export_source(
         tell: Is told what will be downloaded before it is.
 
     Raises:
-        UsageError: The options make no sense, or the file is there and not to be replaced.
+        UsageError: The options make no sense, the device is not there, or the file is, and is not
+            to be replaced.
         CheckpointError: The network cannot be read or exported, or the file differs from it.
         SlideError: The slide cannot be read.
     """
@@ -212,6 +214,7 @@ def export_source(
     path = out or Path(_file_name(source, facts_key, overrides, hub=hub))
     if path.exists() and not overwrite:
         raise UsageError(f"{path}: is there already; pass --overwrite, or another name with --out")
+    require_device(device)  # before anything is downloaded
     if hub:
         found = from_hub(source, accept_licence=accept_licence, overrides=overrides, tell=tell)
     elif ":" in source and not Path(source).exists():
