@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -542,6 +543,83 @@ def test_an_output_replaced_by_a_run_that_could_not_say_so_is_not_taken_for_the_
     (done,) = convert([path], out, to="geojson")
     assert not done.kept
     assert f"{tiles}: is there already and not known to be made from" in (done.problem or "")
+
+
+# Runs the command line, and kills itself where the first word says.
+KILLED = """
+import os, signal, sys
+from bioptimus.convert import run
+from bioptimus.convert.record import RECORD_NAME, Record
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def die_after_the_call(*words):
+    announce(*words)
+    die()
+
+def die_in_the_middle_of_a_line(record, *_):
+    with (record._out / RECORD_NAME).open("a") as file:
+        file.write('\\n{"output": "')
+    die()
+
+announce = Record.announce
+if sys.argv[1] == "written":
+    Record.announce = die
+elif sys.argv[1] == "announced":
+    Record.announce = die_after_the_call
+elif sys.argv[1] == "renamed":
+    run.sync_folder = die
+elif sys.argv[1] == "telling":
+    Record.add = die_in_the_middle_of_a_line
+
+from cli.main import main
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("to", "where"),
+    [(to, where) for to in ("npz", "zarr") for where in ("announced", "renamed")]
+    + [("npz", "written"), ("npz", "telling")],
+)
+def test_wherever_a_conversion_is_killed_the_same_command_goes_on_with_it(
+    tmp_path: Path, path: Path, to: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_result(path.with_name("b.h5"))
+    out = tmp_path / "out"
+    words = ["convert", str(path.parent), "--to", to, "--out", str(out)]
+    killed = subprocess.run([sys.executable, "-c", KILLED, where, *words], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert main(words) == 0
+    written = 1 if where in ("renamed", "telling") else 2
+    assert len(capsys.readouterr().out.splitlines()) == written
+    assert {each.name for each in out.glob(f"*.{to}")} == {f"a.{to}", f"b.{to}"}
+    # What is known of them is known of a copy, too.
+    copy = shutil.copytree(out, tmp_path / "copy")
+    assert main([*words[:-1], str(copy)]) == 0
+    assert capsys.readouterr() == ("", "2 outputs up to date already\n")
+
+
+@pytest.mark.parametrize(
+    ("to", "where"),
+    [("npz", "written"), ("npz", "announced"), ("npz", "renamed"), ("zarr", "announced")],
+)
+def test_what_a_killed_run_left_in_the_place_of_another_is_not_mistaken(
+    tmp_path: Path, path: Path, to: str, where: str
+) -> None:
+    out = tmp_path / "out"
+    (before,) = run(path, out, to)
+    shutil.copy(make_result(tmp_path / "new.h5", rows=9), path)
+    words = ["convert", str(path), "--to", to, "--out", str(out), "--overwrite"]
+    killed = subprocess.run([sys.executable, "-c", KILLED, where, *words], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (done,) = convert([path], out, to=to)
+    if where == "renamed":
+        assert done.kept == (before,)
+    else:
+        assert "pass --overwrite" in (done.problem or "")
+    assert main(words) == 0
 
 
 def test_a_file_that_no_conversion_is_known_to_have_made_stays(tmp_path: Path, path: Path) -> None:

@@ -5,6 +5,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 
 from bioptimus.batch.result_files import find_results
@@ -178,9 +179,7 @@ def _convert(plan: Conversion, out: Path, record: Record, *, overwrite: bool) ->
         if missing:
             _check_space(plan, out)
         for piece in missing:
-            # If this run ends in between, nobody may take the new one for the old.
-            record.forget(piece.path)
-            _make(piece, out / piece.path)
+            _make(piece, out / piece.path, partial(record.announce, piece.path, digest))
             record.add(piece.path, digest)
             done.append(out / piece.path)
     except OutputError as exc:
@@ -201,6 +200,7 @@ def _is_there(piece: Piece, digest: str, out: Path, record: Record) -> bool:
             f"{out / piece.path}: is there already and not known to be made from this result with "
             "these options; pass --overwrite"
         )
+    record.add(piece.path, digest)
     return True
 
 
@@ -215,19 +215,21 @@ def _check_space(plan: Conversion, out: Path) -> None:
         )
 
 
-def _make(piece: Piece, target: Path) -> None:
+def _make(piece: Piece, target: Path, announce: Callable[[Path], None]) -> None:
+    """Write an output, and tell of it before it gets its name."""
     with output_errors(target, "cannot be written", advice="nothing is left under this name"):
         target.parent.mkdir(parents=True, exist_ok=True)
         if piece.is_folder:
-            _make_folder(piece, target)
+            _make_folder(piece, target, announce)
         else:
             with written_aside(target) as temporary:
                 piece.write(temporary)
                 _sync(temporary)
+                announce(temporary)
         sync_folder(target.parent)
 
 
-def _make_folder(piece: Piece, target: Path) -> None:
+def _make_folder(piece: Piece, target: Path, announce: Callable[[Path], None]) -> None:
     """A folder cannot be renamed over another: the old one steps aside first, and back at an end.
 
     Raises:
@@ -236,9 +238,11 @@ def _make_folder(piece: Piece, target: Path) -> None:
     temporary, old = temporary_beside(target), temporary_beside(target)
     try:
         piece.write(temporary)
-        if target.exists():
-            if not any((target / name).exists() for name in (".zgroup", "zarr.json")):
-                raise OutputError(f"{target}: is a folder that no conversion made; move it away")
+        is_there = target.exists()
+        if is_there and not any((target / name).exists() for name in (".zgroup", "zarr.json")):
+            raise OutputError(f"{target}: is a folder that no conversion made; move it away")
+        announce(temporary)
+        if is_there:
             target.rename(old)
         temporary.rename(target)
     finally:
