@@ -134,9 +134,11 @@ def view(
     sheets = plan_sheets(found, wanted, out=out, suffix=file_format.value, overwrite=overwrite)
     fitted = fit_colours(sheets, wanted)
     failed = False
+    # Several results may be of one slide.
+    told: set[Path] = set()
     for sheet in sheets:
         try:
-            for path in draw_sheet(sheet, wanted, options, fitted=fitted):
+            for path in draw_sheet(sheet, wanted, options, fitted=fitted, told=told):
                 say(path)
         except OutputError as exc:
             # The result's edge: the others are drawn all the same.

@@ -561,6 +561,27 @@ def test_a_slide_that_has_gone_is_told_in_one_line_with_what_to_do(
     assert view(capsys, result_file, "--out", tmp_path, "--no-slide") == (0, "")
 
 
+def test_that_a_slide_has_gone_is_told_once_of_all_its_results_and_pictures(
+    sample: Sample,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for model in ("one", "other"):
+        for name in ("a", "b"):
+            gone = changed(sample, slide=tmp_path / f"{name}.svs")
+            path = write_result(tmp_path / "in" / model / f"{name}.h5", gone)
+    words = ["--overview", "--clusters", "2"]
+    code, _ = view(capsys, tmp_path / "in", *words, "--out", tmp_path / "out")
+    assert code == 0
+    starts = [message.partition(": ")[0] for message in caplog.messages]
+    assert starts == [f"{tmp_path}/a.svs", f"{tmp_path}/b.svs"]
+    for named in (None, tmp_path / "nowhere.svs"):
+        caplog.clear()
+        bioptimus.draw(path, "clusters", count=2, width_px=400, slide=named)
+        assert len(caplog.messages) == 1
+
+
 def test_a_slide_that_is_there_needs_no_word(
     result_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

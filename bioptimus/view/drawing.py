@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bioptimus.errors import UsageError
 from bioptimus.view import figures
 from bioptimus.view.page import PictureOptions
-from bioptimus.view.source import open_source, source_of
+from bioptimus.view.source import find_slide, open_source, source_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,7 +69,8 @@ def draw(
             ``clusters`` (with ``count=K``) or ``nearest`` (with ``row=N`` and, if wanted,
             ``count``).
         width_px: Width in pixels; text and lines scale with it.
-        slide: The slide, where it has moved; by default the path in the file is tried.
+        slide: The slide, where it has moved; by default the path in the file is tried. Where there
+            is none, one warning says so, and the thumbnail in the file has to do.
         **options: As the picture takes them.
 
     Raises:
@@ -80,7 +81,8 @@ def draw(
     if picture not in _DRAW:
         raise UsageError(f"picture {picture!r}: must be one of {', '.join(_DRAW)}")
     source = open_source(Path(result)) if isinstance(result, Path | str) else source_of(result)
-    chosen = PictureOptions(width_px=width_px, slide=Path(slide or source.slide_path))
+    found = find_slide(source, None if slide is None else Path(slide))
+    chosen = PictureOptions(width_px=width_px, slide=found)
     # Each picture checks its own options; a type checker cannot follow the choice.
     function: Any = _DRAW[picture]
     return Drawing(figure=function(source, chosen, **options), options=chosen)

@@ -394,17 +394,28 @@ class SlidePictures:
         )
 
 
-def find_slide(result: SlideResult) -> Path | None:
-    """The slide where it lay when the result was made, or None with one warning line.
+def find_slide(
+    result: SlideResult, path: Path | None = None, *, told: set[Path] | None = None
+) -> Path | None:
+    """The slide of a result, or None with one warning line.
 
-    To be asked once before several pictures, which would each warn.
+    To be asked once before pictures are drawn, which would each warn.
+
+    Args:
+        result: The result.
+        path: The slide; by default where it lay when the result was made.
+        told: Slides of which there was a warning already, and need be none again; added to.
     """
+    path = result.slide_path if path is None else path
+    told = set() if told is None else told
     try:
-        open_slide(result.slide_path, result).close()
+        open_slide(path, result).close()
     except BioptimusError as exc:
-        logger.warning("%s; %s", exc, _FALLBACK)
+        if path not in told:
+            logger.warning("%s; %s", exc, _FALLBACK)
+        told.add(path)
         return None
-    return result.slide_path
+    return path
 
 
 def open_slide(path: Path, result: SlideResult) -> "Slide":

@@ -334,7 +334,12 @@ def _leave_out(error: OutputError) -> None:
 
 
 def draw_sheet(
-    sheet: Sheet, wanted: Wanted, options: PictureOptions, *, fitted: Fitted
+    sheet: Sheet,
+    wanted: Wanted,
+    options: PictureOptions,
+    *,
+    fitted: Fitted,
+    told: set[Path] | None = None,
 ) -> Iterator[Path]:
     """Draw and write the pictures of one result, one after another.
 
@@ -343,6 +348,7 @@ def draw_sheet(
         wanted: Which pictures.
         options: Size.
         fitted: From :func:`fit_colours`.
+        told: Slides of which it was said already that they are gone; added to.
 
     Yields:
         The path of each picture, once it is written.
@@ -355,7 +361,7 @@ def draw_sheet(
     source = open_source(sheet.result)
     slide = wanted.slide
     if slide is None and wanted.use_slide:
-        slide = find_slide(source)
+        slide = find_slide(source, told=told)
     remove_abandoned(sheet.pictures.values())
     for name, draw in _drawings(source, wanted, replace(options, slide=slide), fitted):
         path = sheet.pictures[name]
