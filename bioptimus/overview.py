@@ -10,6 +10,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from bioptimus.errors import OutputError
+from bioptimus.inference.disk import refuse_folder
 from bioptimus.planning import SlidePlan
 from bioptimus.tissue import TissueMask
 
@@ -87,6 +88,7 @@ def save_overview(path: Path, picture: Pixels) -> None:
     Raises:
         OutputError: It cannot be written.
     """
+    refuse_folder(path)
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -337,7 +337,7 @@ def test_process_that_forgets_a_claim_ends_all_the_same(tmp_path: Path) -> None:
 
 def test_folder_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=r"claim this slide: File exists: .*/file; mend that, or"):
+    with pytest.raises(OutputError, match=r"/file: is a file, not a folder; move it away, or"):
         Claim.take(tmp_path / "file" / "x.h5")
 
 

@@ -655,6 +655,27 @@ def test_a_folder_that_is_no_zarr_store_is_never_replaced(tmp_path: Path, path: 
     assert mine.read_text() == "dear"
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_where_a_file_is_to_be_is_told_before_anything_is_made_of_that_result(
+    tmp_path: Path, path: Path, overwrite: bool
+) -> None:
+    make_result(tmp_path / "results" / "b.h5")
+    mine = tmp_path / "out" / "a.npz"
+    mine.mkdir(parents=True)
+    first, second = convert([path.parent], mine.parent, to="npz", overwrite=overwrite)
+    told = f"{mine}: is a folder, and a file is to be written there; move it away"
+    assert first.problem == told
+    assert second.outputs == (mine.parent / "b.npz",)
+
+
+def test_a_file_where_a_folder_is_to_be_is_called_one(tmp_path: Path, path: Path) -> None:
+    mine = tmp_path / "out" / "a.zarr"
+    mine.parent.mkdir()
+    mine.touch()
+    (done,) = convert([path], mine.parent, to="zarr", overwrite=True)
+    assert done.problem == f"{mine}: is a file that no conversion made; move it away"
+
+
 def test_nothing_half_made_is_left_when_writing_fails(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,12 @@ def entry(folder: Path, slide: str) -> SlideEntry:
     return found
 
 
+def test_a_folder_that_is_called_like_a_result_is_no_slide(out: Path) -> None:
+    slides = len(collect(out).slides)
+    (out / "lite0" / "odd.h5").mkdir()
+    assert len(collect(out).slides) == slides
+
+
 def test_every_input_has_a_row_and_its_state(out: Path) -> None:
     states = {each.slide: each.state for each in collect(out).slides}
     assert states == {

@@ -28,10 +28,12 @@ from bioptimus.planning import PlanOptions
 from bioptimus.runtime import batch_size
 from bioptimus.runtime.loader import ModelChoice, load_model
 from bioptimus.runtime.server_model import BaseServerModel
+from cli.main import main
 from tests.conftest import ROOT
 from tests.result_files import damage
 from tests.slides import tissue, write_pyramid
 
+Captured = pytest.CaptureFixture[str]
 SLIDES = 6
 TILES = 256
 
@@ -765,6 +767,60 @@ def test_folder_that_cannot_be_written_is_one_clear_line(
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "not a folder" in done.stderr
+
+
+@pytest.mark.parametrize("words", [(), ("--overwrite",), ("--dry-run",)])
+def test_folder_where_a_file_is_to_be_fails_that_slide_alone_and_is_named_with_what_to_do(
+    slides: Path, model: Path, tmp_path: Path, words: tuple[str, ...], capsys: Captured
+) -> None:
+    results = tmp_path / "out" / "tiny"
+    in_the_way = [
+        results / f"slide {number}.h5{ending}" for number, ending in enumerate(("", ".part"))
+    ]
+    for folder in in_the_way:
+        (folder / "below").mkdir(parents=True)
+    wanted = [slides / f"slide {number}.tif" for number in range(3)]
+    asked = ["embed", *map(str, wanted), "--model", str(model), "--tissue", "none", *words]
+    assert main([*asked, "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr()
+    for folder in in_the_way:
+        told = f"{folder}: is a folder, and a file is to be written there; move it away"
+        assert (said.err + said.out).count(told) == 1
+        assert os.listdir(folder) == ["below"]
+    assert "run again" not in said.err
+    assert ("1 new" if "--dry-run" in words else "2 failed, 1 ok") in said.out + said.err
+    assert leftovers(results) == in_the_way[1:]
+
+
+def test_claim_that_cannot_be_written_names_what_is_in_the_way(
+    slides: Path, model: Path, tmp_path: Path
+) -> None:
+    results = tmp_path / "out" / "tiny"
+    (results / "slide 0.h5.claim").mkdir(parents=True)
+    shutil.copytree(slides, tmp_path / "in" / "below")
+    shutil.copy(slides / "slide 0.tif", tmp_path / "in")
+    (results / "below").touch()
+    config = RunConfig(inputs=(str(tmp_path / "in"),), out=tmp_path / "out", model=str(model))
+    reasons = {report.reason for report in run(config).reports}
+    assert reasons == {
+        f"{results}/slide 0.h5.claim: is a folder, and a file is to be written there; move it away",
+        f"{results}/below: is a file, not a folder; move it away, or choose another --out",
+    }
+
+
+def test_folder_beside_a_finished_result_is_left_alone(
+    slides: Path, undisturbed: Path, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(undisturbed, tmp_path / "out")
+    (tmp_path / "out" / "tiny" / "slide 0.h5.part").mkdir()
+    config = RunConfig(
+        inputs=(str(slides / "slide 0.tif"),),
+        out=tmp_path / "out",
+        model=str(model),
+        slide=SlideOptions(plan=PlanOptions(tissue="none")),
+    )
+    assert [report.state for report in run(config).reports] == ["skipped"]
+    assert leftovers(tmp_path / "out") == [tmp_path / "out" / "tiny" / "slide 0.h5.part"]
 
 
 @pytest.mark.slow

@@ -51,6 +51,15 @@ def plan_example(path: Path, options: PlanOptions | None = None) -> SlidePlan:
         return plan_slide(slide, TileSpec(), options)
 
 
+def test_a_folder_where_the_overview_is_to_be_is_told(example_slide: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "out" / "CMU-1-Small-Region.png"
+    mine.mkdir(parents=True)
+    done = run(example_slide, "--out", tmp_path / "out")
+    assert done.exit_code == 0
+    told = f"no overview: {mine}: is a folder, and a file is to be written there; move it away\n"
+    assert told in done.stderr
+
+
 def test_counts_overview_and_table_are_given(example_slide: Path, tmp_path: Path) -> None:
     done = run(example_slide, "--out", tmp_path / "out", "--csv", tmp_path / "tiles.csv")
     assert done.exit_code == 0, done.output

@@ -784,6 +784,22 @@ def test_a_picture_that_cannot_be_written_is_an_output_error(
         drawn(open_source(result_file), tmp_path / "gone" / "a.png", "overview")
 
 
+@pytest.mark.parametrize("words", [(), ("--overwrite",)])
+def test_a_folder_where_a_picture_is_to_be_does_not_stop_the_others(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    for name in ("a", "b"):
+        write_result(tmp_path / "in" / f"{name}.h5", sample)
+    mine = tmp_path / "out" / "a.overview.png"
+    mine.mkdir(parents=True)
+    asked = [tmp_path / "in", "--no-slide", "--overview", "--out", mine.parent]
+    assert main(["view", *map(str, asked), *words]) == 1
+    said = capsys.readouterr()
+    told = f"error: {mine}: is a folder, and a file is to be written there; move it away\n"
+    assert said.err == told
+    assert said.out == f"{mine.parent}/b.overview.png\n"
+
+
 def test_without_matplotlib_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

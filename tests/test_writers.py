@@ -472,7 +472,7 @@ def test_a_look_at_the_part_tells_what_opening_it_does_and_changes_nothing(
     assert look_at_part(path, plan()) == "its size is not what its header says"
     part_of(path).unlink()
     part_of(path).mkdir()
-    with pytest.raises(OutputError, match=r"a\.h5: cannot start it: Is a directory"):
+    with pytest.raises(OutputError, match=r"a\.h5\.part: is a folder, and a file is"):
         look_at_part(path, plan())
 
 

@@ -73,6 +73,18 @@ def test_of_a_run_is_told_before_a_model_is_loaded_or_anything_is_written(
     assert os.listdir(folder) == ["file"]
 
 
+@pytest.mark.parametrize("name", ["lite0", "runs"])
+def test_of_a_file_where_a_folder_of_the_run_is_to_be_is_told_before_a_model_is_loaded(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / name).touch()
+    assert main(["embed", SLIDE, "--out", "out"]) == 2
+    told = f"error: --out out/{name}: out/{name} is a file, not a folder; choose another folder\n"
+    assert capsys.readouterr().err == told
+    assert os.listdir(folder / "out") == [name]
+
+
 @pytest.mark.parametrize(
     ("words", "where"),
     [

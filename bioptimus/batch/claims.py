@@ -32,6 +32,7 @@ from typing import Self
 
 from bioptimus.batch.jobs import job_id
 from bioptimus.errors import OutputError
+from bioptimus.inference.disk import refuse_folder
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +105,16 @@ class Claim:
             OutputError: The claim cannot be written there, in the OS's words.
         """
         path = claim_path(output)
+        refuse_folder(path)
         holder = _this_process(heartbeat_s)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not _acquire(path, holder):
                 return None
+        except FileExistsError as exc:
+            raise OutputError(
+                f"{exc.filename}: is a file, not a folder; move it away, or choose another --out"
+            ) from exc
         except OSError as exc:
             where = f": {exc.filename}" if exc.filename else ""
             raise OutputError(

@@ -197,7 +197,12 @@ def find_inputs(
 
 def output_path(out: Path, model_name: str, slide: SlideInput) -> Path:
     """Return where the slide's result goes: ``<out>/<model>/<relative folder>/<stem>.h5``."""
-    return out / _folder_name(model_name) / _output_key(slide)
+    return model_folder(out, model_name) / _output_key(slide)
+
+
+def model_folder(out: Path, model_name: str) -> Path:
+    """Return the folder of a model's results."""
+    return out / _folder_name(model_name)
 
 
 def strip_extension(name: str) -> str:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from bioptimus.batch.claims import Claim
-from bioptimus.batch.inputs import SlideInput, find_inputs, output_path
+from bioptimus.batch.inputs import SlideInput, find_inputs, model_folder, output_path
 from bioptimus.batch.places import refuse_unwritable
 from bioptimus.batch.quiet import SilentListener, Stop
-from bioptimus.batch.report import RunFile
+from bioptimus.batch.report import RUNS_FOLDER, RunFile
 from bioptimus.batch.shards import parse_shard, share
 from bioptimus.batch.stage import Stager
 from bioptimus.batch.threads import plan_threads
@@ -303,6 +303,8 @@ def list_work(config: RunConfig, model: "BaseServerModel | None" = None) -> Work
     require_tissue_file(config.slide.plan.tissue)
     choice = _choice(config, model)
     _check_mode(choice.spec, config.slide.mode)
+    for folder in (model_folder(config.out, choice.spec.name), config.out / RUNS_FOLDER):
+        refuse_unwritable(folder, option="--out")
     tile = config.slide.plan.applied_to(choice.spec.tile)
     if tile.size_px != choice.spec.tile.size_px:
         raise UsageError(

@@ -18,6 +18,7 @@ from bioptimus.convert.trees import clam, trident
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.disk import (
     output_errors,
+    refuse_folder,
     remove,
     remove_abandoned,
     sync_folder,
@@ -170,6 +171,9 @@ def _convert(plan: Conversion, out: Path, record: Record, *, overwrite: bool) ->
     kept: list[Path] = []
     problem = None
     try:
+        for piece in plan.pieces:
+            if not piece.is_folder:
+                refuse_folder(out / piece.path)
         digest = plan.made_from()
         if not overwrite:
             kept = [
@@ -240,7 +244,8 @@ def _make_folder(piece: Piece, target: Path, announce: Callable[[Path], None]) -
         piece.write(temporary)
         is_there = target.exists()
         if is_there and not any((target / name).exists() for name in (".zgroup", "zarr.json")):
-            raise OutputError(f"{target}: is a folder that no conversion made; move it away")
+            what = "folder" if target.is_dir() else "file"
+            raise OutputError(f"{target}: is a {what} that no conversion made; move it away")
         announce(temporary)
         if is_there:
             target.rename(old)

@@ -165,9 +165,9 @@ def temporary_beside(path: Path) -> Path:
 
 
 def temporaries_beside(path: Path) -> list[Path]:
-    """What killed processes left of :func:`temporary_beside`."""
-    names = os.listdir(path.parent)
-    return [path.parent / name for name in names if _beside(name) == path.name]
+    """Files that killed processes left of :func:`temporary_beside`."""
+    names = [name for name in os.listdir(path.parent) if _beside(name) == path.name]
+    return [path.parent / name for name in names if not os.path.isdir(path.parent / name)]
 
 
 def _beside(name: str) -> str | None:
@@ -225,6 +225,16 @@ def written_aside(target: Path) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         remove(temporary)
+
+
+def refuse_folder(path: Path) -> None:
+    """Refuse to write a file where a folder is, before what goes into it is made.
+
+    Raises:
+        OutputError: There is one.
+    """
+    if os.path.isdir(path):
+        raise OutputError(f"{path}: is a folder, and a file is to be written there; move it away")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from bioptimus.errors import OutputError, OutputMismatchError
 from bioptimus.inference.checksums import row_checksums
 from bioptimus.inference.disk import (
     output_errors,
+    refuse_folder,
     retry,
     temporaries_beside,
 )
@@ -193,8 +194,9 @@ class HDF5Writer:
 
         Raises:
             OutputMismatchError: The part holds such rows, and they are not to be overwritten.
-            OutputError: The folder cannot be made or written.
+            OutputError: The folder cannot be made or written, or another is in the file's place.
         """
+        _refuse_folders(path)
         part_path = part_of(path)
         digest, parameters = plan.digest, plan.digest_parameters
         with output_errors(path, "cannot start it", advice="choose another --out"):
@@ -422,6 +424,11 @@ def part_of(path: Path) -> Path:
     return path.with_name(path.name + PART_SUFFIX)
 
 
+def _refuse_folders(path: Path) -> None:
+    for each in (path, part_of(path)):
+        refuse_folder(each)
+
+
 def _made_otherwise(part: Path, found: OtherRows) -> OutputMismatchError:
     return OutputMismatchError(
         f"{part}: holds {counted(found.rows, 'row')} of a stopped run that was asked for something "
@@ -440,8 +447,9 @@ def look_at_part(path: Path, plan: FilePlan, *, overwrite: bool = False) -> int 
     Raises:
         OutputMismatchError: It holds rows made with other parameters, and they are not to be
             overwritten.
-        OutputError: The part cannot be opened.
+        OutputError: The part cannot be opened, or a folder is in the file's place or the part's.
     """
+    _refuse_folders(path)
     with output_errors(path, "cannot start it", advice="choose another --out"):
         found = retry(
             lambda: PartFile.look_at(
@@ -477,8 +485,10 @@ def check_existing(
     advice = "remove the .part by hand"
     with output_errors(path, "cannot tidy up beside it", advice=advice):
         left = list(temporaries_beside(path))
-        if rows_of_others(part_of(path), digest_parameters) is None:
-            left.append(part_of(path))
+        part = part_of(path)
+        # A folder of that name is nobody's part.
+        if not part.is_dir() and rows_of_others(part, digest_parameters) is None:
+            left.append(part)
         for leftover in left:
             leftover.unlink(missing_ok=True)
     return "same"
@@ -502,6 +512,7 @@ def look_at_existing(
         OutputMismatchError: It was made from something else; the message says what differs.
         OutputError: It is unreadable, incomplete, damaged, or was not written by this package.
     """
+    refuse_folder(path)
     advice = "move it away or pass --overwrite"
     with output_errors(path, "cannot be read", advice=advice):
         try:

@@ -122,7 +122,7 @@ def collect(out: Path) -> RunData:
         reports.read(path, out)
     slides = reports.slides()
     by_output = {entry.output.resolve(): key for key, entry in slides.items() if entry.output}
-    for file in sorted(out.rglob("*.h5")):
+    for file in sorted(filter(Path.is_file, out.rglob("*.h5"))):
         found = _read_file(file)
         if _is_foreign(found) and file.resolve() not in by_output:
             # Such as a tree for another tool, converted into the same folder.

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from bioptimus.errors import OutputError, UsageError
-from bioptimus.inference.disk import remove_abandoned
+from bioptimus.inference.disk import refuse_folder, remove_abandoned
 from bioptimus.view import figures
 from bioptimus.view.components import Components
 from bioptimus.view.page import PictureOptions
@@ -175,7 +175,9 @@ def plan_sheets(
         for name, _ in _drawings(source, wanted, PictureOptions(), Fitted()):
             picture = out / relative.parent / f"{relative.stem}.{_file_name(name)}.{suffix}"
             _refuse_same(taken, picture, path)
-            if picture.exists() and not overwrite and not figures.shows(picture, _words(source)):
+            # A folder is told when its turn comes: the other results are drawn all the same.
+            there = picture.exists() and not picture.is_dir()
+            if there and not overwrite and not figures.shows(picture, _words(source)):
                 raise UsageError(
                     f"{picture}: is there already, and not known to be a picture of {path}; pass "
                     "--overwrite, or choose another --out"
@@ -354,10 +356,13 @@ def draw_sheet(
         The path of each picture, once it is written.
 
     Raises:
-        OutputError: A picture cannot be written, or the result file cannot be read.
+        OutputError: A picture cannot be written, a folder is in its place, or the result file
+            cannot be read.
     """
     if sheet.problem is not None:
         raise OutputError(sheet.problem)
+    for picture in sheet.pictures.values():
+        refuse_folder(picture)
     source = open_source(sheet.result)
     slide = wanted.slide
     if slide is None and wanted.use_slide:
