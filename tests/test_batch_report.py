@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -57,6 +58,14 @@ def test_line_that_a_full_disk_cut_short_is_told_and_spoils_no_other(tmp_path: P
 FAILED = SlideReport(slide="a.svs", state="failed", seconds=Timings(total=1))
 STOPPED = SlideReport(slide="a.svs", state="stopped", seconds=Timings(total=1))
 NOT_STARTED = SlideReport(slide="a.svs", state="stopped", reason="not started")
+
+
+def test_report_that_was_removed_is_no_longer_written_in_silence(tmp_path: Path) -> None:
+    with closing(run_file(tmp_path)) as run:
+        run.add(SlideReport(slide="a.svs", state="ok"))
+        shutil.rmtree(tmp_path / "runs")
+        with pytest.raises(OutputError, match=r"\.json: is there no more; were results removed"):
+            run.add(SlideReport(slide="b.svs", state="ok"))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from bioptimus import pipeline
 from bioptimus.errors import OutOfDeviceMemoryError
 from bioptimus.inference.schemas import ModelRequest
 from bioptimus.io.wsi import OpenOptions, TileReader
@@ -92,6 +93,7 @@ def run(
     listener: Listener | None = None,
     options: SlideOptions | None = None,
     reader_threads: int = 2,
+    output: Path | None = None,
 ) -> SlideReport:
     listener = listener or Listener()
     options = options or SlideOptions(plan=PlanOptions(tissue="none"))
@@ -101,7 +103,7 @@ def run(
         ThreadPoolExecutor(reader_threads) as readers,
     ):
         return process_slide(
-            SlideJob(path=slide, output=slide.with_suffix(".h5"), name=slide.name),
+            SlideJob(path=slide, output=output or slide.with_suffix(".h5"), name=slide.name),
             client=client,
             options=options,
             readers=readers,
@@ -286,6 +288,27 @@ def test_stop_signal_keeps_what_was_computed_and_a_rerun_goes_on(slide: Path) ->
     slide.with_suffix(".h5").unlink()
     run(slide, Runner())
     np.testing.assert_array_equal(stopped_then_resumed, features(slide))
+
+
+def test_folder_that_moves_away_ends_the_slide_at_the_next_flush_and_nothing_is_lost(
+    slide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_FLUSH_SECONDS", 0)
+    out, aside = tmp_path / "out", tmp_path / "aside"
+
+    def move(call: int, tiles: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        if call == 4:
+            out.rename(aside)
+        return answer
+
+    report = run(slide, Runner(move), output=out / "slide.h5")
+    assert report.state == "failed"
+    assert report.reason.startswith(f"{out / 'slide.h5'}: its folder is there no more; was it re")
+    assert 0 < report.tiles_done < TILES
+    assert not out.exists()
+    aside.rename(out)
+    again = run(slide, Runner(), output=out / "slide.h5")
+    assert (again.state, again.tiles_resumed) == ("ok", report.tiles_done)
 
 
 def test_overwrite_replaces_what_was_made_otherwise_and_nothing_else(slide: Path) -> None:

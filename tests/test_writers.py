@@ -567,9 +567,42 @@ def test_a_folder_removed_in_mid_run_is_named_and_not_made_again(tmp_path: Path)
     with HDF5Writer.open(folder / "a.h5", plan()) as writer:
         rows_of(writer, 0, ROWS)
         shutil.rmtree(folder)
-        with pytest.raises(OutputError, match="cannot finish it: No such file or directory"):
-            writer.finish(state="ok")
+        for step in (writer.flush, lambda: writer.finish(state="ok")):
+            with pytest.raises(
+                OutputError, match=r"a\.h5: its folder is there no more; was it rem"
+            ):
+                step()
     assert not folder.exists()
+
+
+def test_an_error_of_the_file_system_is_not_taken_for_a_removed_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with HDF5Writer.open(tmp_path / "a.h5", plan()) as writer:
+        rows_of(writer, 0, ROWS)
+        with monkeypatch.context() as patch:
+            faults = Faults(patch, "lstat", errno.ESTALE, 2)
+            writer.flush()
+        assert faults.left == 0
+        writer.finish(state="ok")
+    assert not caplog.messages
+
+
+def test_a_part_removed_in_mid_run_is_told_once_and_loses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.h5"
+    with HDF5Writer.open(path, plan()) as writer:
+        rows_of(writer, 0, 10)
+        part_of(path).unlink()
+        writer.flush()
+        rows_of(writer, 10, ROWS)
+        writer.flush()
+        writer.finish(state="ok")
+    (told,) = caplog.messages
+    assert told.startswith(f"{part_of(path)}: was removed by somebody; the file is made all the")
+    with h5py.File(path, "r") as file:
+        np.testing.assert_array_equal(file["features"][:], embeddings(np.arange(ROWS)))
 
 
 class Faults:

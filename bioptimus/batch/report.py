@@ -22,6 +22,7 @@ import orjson
 
 from bioptimus.batch.jobs import job_id
 from bioptimus.errors import OutputError, UsageError
+from bioptimus.inference.disk import is_gone
 from bioptimus.json_lines import json_line
 from bioptimus.pipeline import SlideJob, SlideReport
 from bioptimus.runtime.batch_scheduler import BatchStatistics
@@ -240,8 +241,14 @@ class RunFile:
         """Append one slide's record.
 
         Raises:
-            OutputError: The file system refused, or took a part only.
+            OutputError: The file system refused, or took a part only; or the file was removed, and
+                nobody would ever read what is appended.
         """
+        if is_gone(self.path):
+            raise OutputError(
+                f"{self.path}: is there no more; were results removed, moved or unmounted? "
+                "the run ends here, run again"
+            )
         self._append({"kind": "slide", **slide_record(report), "host": self.host, "job": self.job})
 
     def _append(self, record: dict[str, Any]) -> None:

@@ -227,6 +227,17 @@ def written_aside(target: Path) -> Iterator[Path]:
         remove(temporary)
 
 
+def is_gone(path: Path) -> bool:
+    """Whether the file system says that nothing is there; any other error of its may pass."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def refuse_folder(path: Path) -> None:
     """Refuse to write a file where a folder is, before what goes into it is made.
 

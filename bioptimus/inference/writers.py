@@ -6,6 +6,7 @@ One process writes a file at a time; claims see to that (``bioptimus.batch``).
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from bioptimus.counting import counted
 from bioptimus.errors import OutputError, OutputMismatchError
 from bioptimus.inference.checksums import row_checksums
 from bioptimus.inference.disk import (
+    is_gone,
     output_errors,
     refuse_folder,
     retry,
@@ -49,6 +51,8 @@ from bioptimus.inference.part import (
     rows_of_others,
 )
 from bioptimus.inference.results import open_result
+
+_log = logging.getLogger(__name__)
 
 RowState = Literal["ok", "empty"]
 
@@ -180,6 +184,7 @@ class HDF5Writer:
         self._failed: dict[int, tuple[str, str]] = {}
         self._pictures: dict[str, PackedArray] | None = None
         self.resumed_rows = part.rows_done
+        self._told_of_part = False
 
     @classmethod
     def open(cls, path: Path, plan: FilePlan, *, overwrite: bool = False) -> Self:
@@ -275,10 +280,20 @@ class HDF5Writer:
         """Return when the rows written so far would survive a loss of power.
 
         Raises:
-            OutputError: The disk refuses; the rows since the last flush are pending again.
+            OutputError: The disk refuses, and the rows since the last flush are pending again; or
+                the folder is there no more, and nothing could be written under the final name.
         """
         with self._errors("cannot flush"):
             self._part.flush()
+        self._require_folder()
+        if not self._told_of_part and is_gone(self._part.path):
+            # Its rows can still be read here, and become the file.
+            self._told_of_part = True
+            _log.warning(
+                "%s: was removed by somebody; the file is made all the same, but a run that is "
+                "stopped before computes its tiles again",
+                self._part.path,
+            )
 
     def pack_pictures(self) -> None:
         """Compress the pictures, so that :meth:`finish` need not; allowed on any thread."""
@@ -305,6 +320,7 @@ class HDF5Writer:
             )
         if taken := WRITER_ATTRIBUTES & set(attributes or {}):
             raise OutputError(f"the writer sets the attributes {', '.join(sorted(taken))} itself")
+        self._require_folder()
         with self._errors("cannot finish it"):
             retry(lambda: self._write_final(state, attributes or {}), name=self.path.name)
             if self._part.is_current():
@@ -354,6 +370,19 @@ class HDF5Writer:
     def _packed_pictures(self) -> dict[str, PackedArray]:
         pictures = {"thumbnail": self._plan.thumbnail, "tissue_mask": self._plan.tissue_mask}
         return {name: pack(picture) for name, picture in pictures.items() if picture is not None}
+
+    def _require_folder(self) -> None:
+        """Refuse to go on where all that is written is lost, or in a folder elsewhere by now.
+
+        Raises:
+            OutputError: The folder was removed, moved, or its disk unmounted.
+        """
+        if is_gone(self.path.parent):
+            raise OutputError(
+                f"{self.path}: its folder is there no more; was it removed, moved or unmounted? "
+                f"what was computed is in its {self._part.path.name}: put it back if you can, and "
+                "run again"
+            )
 
     def _errors(self, doing: str) -> Any:
         advice = f"what was computed is in {self._part.path.name}; run again to go on"
