@@ -38,11 +38,12 @@ from bioptimus.errors import (
     _ForwardError,
     release_frames,
 )
-from bioptimus.inference.layout import STORED_TYPES, digest_of
+from bioptimus.inference.layout import digest_of
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
 from bioptimus.io.crew import Crew
 from bioptimus.io.wsi import CoarseImage, OpenOptions, Slide, TileReader
+from bioptimus.kinds import check_kinds
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.omics import BulkRNA, read_bulk_rna
@@ -94,12 +95,10 @@ class SlideOptions:
         """Refuse what no file can hold and no slide can satisfy.
 
         Raises:
-            UsageError: The mode or the stored type is none, or the share of tiles is not one.
+            UsageError: The mode or the stored type is none, the share of tiles is not one, or a
+                value is of another kind.
         """
-        if not isinstance(self.mode, InferenceMode):
-            raise UsageError(f"mode {self.mode!r}: must be an InferenceMode")
-        if self.dtype not in STORED_TYPES:
-            raise UsageError(f"dtype {self.dtype}: must be {' or '.join(STORED_TYPES)}")
+        check_kinds(self)
         if not 0 <= self.max_failed_tiles <= 1:
             raise UsageError(f"max failed tiles {self.max_failed_tiles}: must be a share, 0 to 1")
 

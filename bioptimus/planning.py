@@ -4,6 +4,7 @@ Works on anything that has the few properties of :class:`PlannableSlide`, so a t
 plan a slide that is no file.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import ResolutionError, TissueError, UsageError
+from bioptimus.kinds import check_kinds
 from bioptimus.tiles import Tile, TileGrid, TileSpec, plan_tiles
 from bioptimus.tissue import (
     TissueMask,
@@ -102,8 +104,20 @@ class PlanOptions:
         """Refuse what no slide can satisfy.
 
         Raises:
-            UsageError: The share of tissue is not one, or no way to find tissue is named.
+            UsageError: A value is of another kind, a size, scale or overlap is none that any tile
+                has, the share of tissue is not one, or no way to find tissue is named.
         """
+        check_kinds(self)
+        for what, pixels, least in (
+            ("tile size", self.tile_size_px, 1),
+            ("overlap", self.overlap_px, 0),
+        ):
+            if pixels is not None and pixels < least:
+                raise UsageError(f"{what} {pixels} px: must be at least {least}")
+        if self.tile_mpp is not None and not 0 < self.tile_mpp < math.inf:
+            raise UsageError(f"tile mpp {self.tile_mpp}: must be a positive number of µm per pixel")
+        if self.tile_size_px is not None:
+            self.applied_to(TileSpec())  # an overlap as large as the tile
         if not 0 <= self.min_tissue <= 1:
             raise UsageError(f"min tissue {self.min_tissue}: must be a share from 0 to 1")
         if not self.tissue:

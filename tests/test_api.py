@@ -15,7 +15,9 @@ import torch
 import bioptimus
 from bioptimus.batch import run as batch_run
 from bioptimus.batch.run import RunConfig
+from bioptimus.batch.submit import ArrayOptions
 from bioptimus.batch.threads import plan_threads
+from bioptimus.convert import ConvertOptions
 from bioptimus.errors import CheckpointError, OutputMismatchError, SlideOpenError, UsageError
 from bioptimus.inference.results import Result
 from bioptimus.io.wsi import OpenOptions
@@ -24,6 +26,8 @@ from bioptimus.planning import PlanOptions
 from bioptimus.runtime import build_server_model
 from bioptimus.runtime.runners import available_cores
 from bioptimus.tiles import TileSpec
+from bioptimus.tissue import TissueOptions
+from bioptimus.view.page import PictureOptions
 from tests.models import fake_model
 from tests.tiny_models import save_tiny
 
@@ -95,15 +99,41 @@ def test_what_contradicts_a_loaded_model_is_refused(example_slide: Path, tmp_pat
     ("options", "words"),
     [
         # Integers would cut every value, without a word.
-        ({"slide": {"dtype": "int8"}}, "dtype int8: must be float32 or float16"),
-        ({"slide": {"dtype": "float64"}}, "dtype float64: must be float32 or float16"),
-        ({"slide": {"dtype": "banana"}}, "dtype banana: must be float32 or float16"),
+        ({"slide": {"dtype": "int8"}}, "dtype 'int8': must be float32 or float16"),
+        ({"slide": {"dtype": "float64"}}, "dtype 'float64': must be float32 or float16"),
+        ({"slide": {"dtype": "banana"}}, "dtype 'banana': must be float32 or float16"),
         ({"slide": {"max_failed_tiles": -3}}, "max failed tiles -3: must be a share, 0 to 1"),
         ({"slide": {"max_failed_tiles": math.nan}}, "max failed tiles nan: must be a share"),
-        ({"slide": {"mode": "embedding"}}, "mode 'embedding': must be an InferenceMode"),
-        ({"opening": {"reader": "fast"}}, "reader fast: must be auto or openslide"),
-        ({"opening": {"icc": "SRGB"}}, "icc SRGB: must be none or srgb"),
+        ({"slide": {"mode": "embedding"}}, "mode 'embedding': must be of type InferenceMode"),
+        ({"opening": {"reader": "fast"}}, "reader 'fast': must be auto or openslide"),
+        ({"opening": {"icc": "SRGB"}}, "icc 'SRGB': must be none or srgb"),
         ({"tile": {"overlap_px": 10.5}}, r"overlap 10\.5 px: must be whole numbers"),
+        ({"plan": {"overlap_px": -1}}, "overlap -1 px: must be at least 0"),
+        ({"plan": {"tile_size_px": 0}}, "tile size 0 px: must be at least 1"),
+        ({"plan": {"tile_mpp": -1}}, "tile mpp -1: must be a positive number"),
+        ({"plan": {"tile_mpp": math.inf}}, "tile mpp inf: must be a positive number"),
+        ({"plan": {"tile_size_px": 64, "overlap_px": 64}}, "overlap 64 px: must be at least 0 and"),
+        ({"plan": {"tile_size_px": 64.5}}, r"tile size px 64\.5: must be a whole number or None"),
+        ({"plan": {"min_tissue": "0.5"}}, "min tissue '0.5': must be a number"),
+        ({"plan": {"tissue": Path("mask.png")}}, r"mask.png'\): must be a text"),
+        ({"plan": {"keep_pen": "no"}}, "keep pen 'no': must be True or False"),
+        ({"opening": {"mpp_override": "0.5"}}, "mpp override '0.5': must be a number or None"),
+        ({"opening": {"mpp_fallback": [0.5, 0.5]}}, "must be a number or None"),
+        ({"slide": {"max_failed_tiles": None}}, "max failed tiles None: must be a number"),
+        ({"slide": {"plan": OpenOptions()}}, "must be of type PlanOptions"),
+        ({"tissue": {"min_object_um2": "9"}}, "min object um2 '9': must be a number"),
+        ({"tissue": {"method": "stain"}}, "method 'stain': must be auto or none"),
+        ({"picture": {"width_px": "800"}}, "width px '800': must be a whole number"),
+        ({"convert": {"geometry": "tile"}}, "geometry 'tile': must be tiles or tissue"),
+        ({"convert": {"measurements": "TP53"}}, "'TP53': must be a list, each a text"),
+        ({"array": {"tasks": "8"}}, "tasks '8': must be a whole number"),
+        ({"run": {"inputs": "a.svs"}}, "inputs 'a.svs': must be a list, each a text"),
+        ({"run": {"inputs": (Path("a.svs"),)}}, "must be a list, each a text"),
+        ({"run": {"out": "out"}}, "out 'out': must be of type Path"),
+        ({"run": {"batch_size": "8"}}, "batch size '8': must be a whole number or auto or None"),
+        ({"run": {"workers": True}}, "workers True: must be a whole number or None"),
+        ({"run": {"max_wait_ms": "30"}}, "max wait ms '30': must be a number"),
+        ({"run": {"stage_gb": "100"}}, "stage gb '100': must be a number"),
         ({"run": {"batch_size": 0}}, "batch size 0: must be at least 1"),
         ({"run": {"workers": 0}}, "workers 0: must be at least 1"),
         ({"run": {"readers": -1}}, "readers -1: must be at least 1"),
@@ -118,7 +148,12 @@ def test_options_that_the_command_would_refuse_are_refused(
     kinds: dict[str, Callable[..., object]] = {
         "slide": SlideOptions,
         "opening": OpenOptions,
+        "plan": PlanOptions,
         "tile": TileSpec,
+        "tissue": TissueOptions,
+        "picture": PictureOptions,
+        "convert": ConvertOptions,
+        "array": ArrayOptions,
         "run": partial(RunConfig, inputs=("a.svs",), out=Path("out")),
     }
     with pytest.raises(UsageError, match=words):

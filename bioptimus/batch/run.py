@@ -31,6 +31,7 @@ from bioptimus.batch.shards import parse_shard, share
 from bioptimus.batch.stage import Stager
 from bioptimus.batch.threads import plan_threads
 from bioptimus.errors import BioptimusError, LostDeviceError, OutputError, UsageError
+from bioptimus.kinds import check_kinds
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.omics import read_bulk_rna
@@ -120,11 +121,12 @@ class RunConfig:
         """Refuse what no machine can do.
 
         Raises:
-            UsageError: The device is none, a number is too small, or no room is left for staged
-                slides.
+            UsageError: The device is none, a number is too small, no room is left for staged
+                slides, or a value is of another kind.
         """
         for each in fields(self):
             object.__setattr__(self, each.name, _plain(getattr(self, each.name)))
+        check_kinds(self)
         for device in self.devices:
             if device != "auto":
                 check_device_name(device)

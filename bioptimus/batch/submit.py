@@ -11,6 +11,7 @@ from pathlib import Path
 from bioptimus.batch.inputs import SlideInput, write_list
 from bioptimus.counting import counted
 from bioptimus.errors import OutputError, SubmitError, UsageError
+from bioptimus.kinds import check_kinds
 
 SCRIPT_NAME = "job.sh"
 LIST_NAME = "slides.csv"
@@ -58,9 +59,10 @@ class ArrayOptions:
         """Refuse what sbatch would refuse, or misread, later.
 
         Raises:
-            UsageError: A number is below its least, a time or GPU count is malformed, or a
-                value holds a line break, which would end its line of the script.
+            UsageError: A value is of another kind, a number is below its least, a time or GPU count
+                is malformed, or a value holds a line break, which would end its line of the script.
         """
+        check_kinds(self)
         for option, value, least in (
             ("--tasks", self.tasks, 1),
             ("--max-running", self.max_running, 1),

@@ -7,6 +7,7 @@ from typing import Literal
 
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.results import Result
+from bioptimus.kinds import check_kinds
 
 # Above this, writing every prediction as text into every tile makes files nobody can open.
 MAX_DEFAULT_MEASUREMENTS = 64
@@ -23,6 +24,14 @@ class ConvertOptions:
 
     geometry: Literal["tiles", "tissue"] = "tiles"
     measurements: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what no format knows.
+
+        Raises:
+            UsageError: A value is of another kind.
+        """
+        check_kinds(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from bioptimus.errors import ResolutionError, SlideReadError, UsageError
+from bioptimus.errors import ResolutionError, SlideReadError
 from bioptimus.io.blocks import Indices, band_rows, blocks_of, most_band_rows
 from bioptimus.io.crew import ALONE, Crew
 from bioptimus.io.icc import SrgbTransform
@@ -43,6 +43,7 @@ from bioptimus.io.resolution import (
 )
 from bioptimus.io.sources import PixelSource
 from bioptimus.io.tiff import CACHE_BYTES
+from bioptimus.kinds import check_kinds
 from bioptimus.tiles import Tile, TileGrid, TileSpec
 
 log = logging.getLogger(__name__)
@@ -91,14 +92,10 @@ class OpenOptions:
         """Refuse a scale that no slide can have, and ways of reading that there are not.
 
         Raises:
-            UsageError: The override or the fallback is not plausible, or a word is unknown.
+            UsageError: The override or the fallback is not plausible, a word is unknown, or a
+                value of another kind.
         """
-        for what, word, known in (
-            ("reader", self.reader, get_args(Reader)),
-            ("icc", self.icc, get_args(Icc)),
-        ):
-            if word not in known:
-                raise UsageError(f"{what} {word}: must be {' or '.join(known)}")
+        check_kinds(self)
         check_mpp_option(self.mpp_override, flag=self.override_source)
         check_mpp_option(self.mpp_fallback, flag="--mpp-fallback")
 

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import UsageError
+from bioptimus.kinds import check_kinds
 
 # A coarse pixel that the scanner covered by less than half is not part of the scan.
 SCANNED_OPACITY = 128
@@ -36,8 +37,9 @@ class TissueOptions:
         """Refuse areas below zero.
 
         Raises:
-            UsageError: An area is negative or not a number.
+            UsageError: An area is negative or not a number, or a value is of another kind.
         """
+        check_kinds(self)
         for name, value in (("object", self.min_object_um2), ("hole", self.max_hole_um2)):
             if not value >= 0:
                 raise UsageError(f"smallest {name} of {value} µm²: must be 0 or more")

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import UsageError
+from bioptimus.kinds import check_kinds
 from bioptimus.view.clusters import Clusters
 from bioptimus.view.colours import (
     CLUSTER_COLOURS,
@@ -68,8 +69,9 @@ class PictureOptions:
         """Refuse widths that hold no picture or no memory.
 
         Raises:
-            UsageError: The width lies outside 300 to 12,000 px.
+            UsageError: The width lies outside 300 to 12,000 px, or a value is of another kind.
         """
+        check_kinds(self)
         if not 300 <= self.width_px <= 12_000:
             raise UsageError(f"--width-px {self.width_px}: must be 300 to 12000")
 
