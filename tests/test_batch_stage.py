@@ -15,7 +15,7 @@ import pytest
 
 from bioptimus.batch.inputs import SlideInput, find_inputs
 from bioptimus.batch.stage import Stager
-from bioptimus.errors import OutputError, UsageError
+from bioptimus.errors import UsageError
 
 KB = 1000
 GB_OF_KB = 1e-6
@@ -300,7 +300,7 @@ def test_limit_must_be_positive(tmp_path: Path, max_gb: float) -> None:
         Stager(tmp_path, max_gb=max_gb)
 
 
-def test_folder_that_cannot_be_made_is_an_output_error(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made_is_wrong_usage(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot stage slides there"):
+    with pytest.raises(UsageError, match="slides cannot be staged there"):
         Stager(tmp_path / "file", max_gb=1)

@@ -201,13 +201,18 @@ def test_folder_that_may_not_be_written_is_refused(
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder nobody can write in")
+@pytest.mark.parametrize(
+    ("option", "what"),
+    [("--out", "cannot be written"), ("--stage", "slides cannot be staged there")],
+)
 def test_folder_that_only_writing_shows_to_be_closed_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], option: str, what: str
 ) -> None:
-    assert main(["embed", SLIDE, "--out", "/proc/below"]) == 2
+    assert main(["embed", SLIDE, option, "/proc/below"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "/proc/below: cannot be written" in line
-    assert "choose another --out" in line
+    assert f"/proc/below: {what}" in line
+    assert f"choose another {option}" in line
+    assert os.listdir(folder) == ["file"]
 
 
 @pytest.mark.parametrize("words", [["--log-json", "--device", "gpu"], ["--log-json", "--nonsense"]])

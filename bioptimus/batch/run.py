@@ -231,31 +231,37 @@ def run(
     slides in the same way before it goes on its way.
 
     Raises:
-        UsageError: The inputs or options make no sense, or two results would share a name.
+        UsageError: The inputs or options make no sense, two results would share a name, or a folder
+            cannot be written.
         CheckpointError: The model cannot be loaded.
-        OutputError: The output folder cannot be written.
+        OutputError: The disk of a folder is full.
     """
     prepare_environment()
     if config.device != "auto":
         require_device(config.device)
     work = list_work(config, model)
     work.tell_notes()
-    run_file = RunFile(
-        config.out,
-        command=config.command,
-        model=work.model.spec.name,
-        parameters=_parameters(config),
-        inputs=[str(job.path) for job in work.jobs],
-        skipped=(*skipped, *work.skipped),
-        versions=library_versions(),
-    )
-    with contextlib.closing(run_file):
+    with contextlib.ExitStack() as owned:
+        stager = None
+        if config.stage is not None and work.jobs:
+            # Before the model is loaded, and the report begun: what names the folder may be wrong.
+            stager = owned.enter_context(Stager(config.stage, max_gb=config.stage_gb))
+        run_file = RunFile(
+            config.out,
+            command=config.command,
+            model=work.model.spec.name,
+            parameters=_parameters(config),
+            inputs=[str(job.path) for job in work.jobs],
+            skipped=(*skipped, *work.skipped),
+            versions=library_versions(),
+        )
+        owned.callback(run_file.close)
         if failed is None:
             failed = bytearray(len(work.jobs))
         reports = []
         if work.jobs:
             listener, stop = listener or SilentListener(), stop or Stop()
-            reports = _run_jobs(work, config, run_file, listener, stop, failed, model)
+            reports = _run_jobs(work, config, run_file, listener, stop, failed, model, stager)
     return RunResult(
         reports=tuple(reports),
         skipped=work.skipped,
@@ -419,6 +425,7 @@ def _run_jobs(
     stop: StopSignal,
     failed: MutableSequence[int],
     model: "BaseServerModel | None",
+    stager: Stager | None,
 ) -> list[SlideReport]:
     workers = _Workers(
         work=work, config=config, run_file=run_file, listener=listener, stop=stop, failed=failed
@@ -459,9 +466,6 @@ def _run_jobs(
         _loaded_objects_out_of_collections(),
         InProcessClient(model, max_batch_size=batch_size, max_wait_ms=config.max_wait_ms) as client,
         ThreadPoolExecutor(plan.readers, thread_name_prefix="reader") as readers,
-        Stager(config.stage, max_gb=config.stage_gb)
-        if config.stage
-        else contextlib.nullcontext() as stager,
     ):
         if auto:
             search = _BatchSizeSearch(client, config.slide.mode, passes, listener)

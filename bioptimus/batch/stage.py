@@ -72,8 +72,8 @@ class Stager:
             max_gb: Most that the copies may take together, in 10^9 bytes.
 
         Raises:
-            UsageError: ``max_gb`` is not positive.
-            OutputError: The folder cannot be made.
+            UsageError: ``max_gb`` is not positive, or the folder cannot be made or written.
+            OutputError: The disk is full.
         """
         if not max_gb > 0:
             raise UsageError(f"--stage-gb {max_gb:g}: must be above 0")
@@ -84,7 +84,10 @@ class Stager:
             # The name tells people whose it is; mkdtemp makes it new, and ours alone.
             self.folder = Path(tempfile.mkdtemp(prefix=name, dir=folder))
         except OSError as exc:
-            raise OutputError(f"{folder}: cannot stage slides there: {exc.strerror}") from exc
+            full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise (OutputError if full else UsageError)(
+                f"{folder}: slides cannot be staged there ({exc.strerror}); choose another --stage"
+            ) from exc
         self._limit_bytes = int(max_gb * 1e9)
         self._changed = threading.Condition()
         self._copies: dict[Path, _Copy] = {}
