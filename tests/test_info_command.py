@@ -8,6 +8,7 @@ import pytest
 
 from cli.main import main
 from tests import slides
+from tests.result_files import make_result
 
 
 def test_info_shows_each_claim_of_the_scale_and_which_one_won(
@@ -40,6 +41,23 @@ def test_info_as_json_is_one_list_with_every_slide(
     assert good["size_bytes"] == example_slide.stat().st_size
     assert "no such file" in bad["error"]
     assert "error:" in output.err
+
+
+@pytest.mark.parametrize("command", ["info", "tiles", "embed"])
+def test_a_result_that_is_given_for_a_slide_is_told_with_what_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    path = make_result(tmp_path / "a.h5")
+    (tmp_path / "b.h5").write_bytes(b"of somebody else")
+    words = [str(path), str(tmp_path / "b.h5"), *(["--no-overview"] if command == "tiles" else [])]
+    words += ["--out", str(tmp_path / "out")] if command == "embed" else []
+    assert main([command, *words]) == 1
+    said = capsys.readouterr().err
+    assert (
+        "a.h5: no slide but a result of bioptimus, of the slide a.svs; bioptimus verify, view "
+        "and convert read it, and bioptimus report its folder"
+    ) in said.replace("failed, ", "")
+    assert "b.h5: not a slide: no format was rec" in said.replace("failed, ", "")
 
 
 def test_one_bad_slide_does_not_hide_the_others(

@@ -25,7 +25,7 @@ from pathlib import Path, PurePath
 from typing import NamedTuple, TextIO
 
 from bioptimus.counting import counted
-from bioptimus.errors import UsageError
+from bioptimus.errors import OutputError, UsageError
 from bioptimus.io.refusals import why_unreadable
 from bioptimus.io.resolution import PLAUSIBLE_MPP, is_plausible
 
@@ -588,7 +588,24 @@ def _problem(path: Path) -> str | None:
         return "neither a file nor a folder"
     if path.suffix.lower() in _TEXT_EXTENSIONS:
         return "no slide; a list of slides ends in .csv, or is read with - in place of its name"
-    return _foreign(path)
+    return _foreign(path) or _result(path)
+
+
+def _result(path: Path) -> str | None:
+    """Say of a result of ours what it is; None of any other file."""
+    if path.suffix.lower() != ".h5":
+        return None
+    # Here, since it loads h5py.
+    from bioptimus.inference.results import open_result
+
+    try:
+        slide = open_result(path).attributes["slide_name"]
+    except OutputError:
+        return None
+    return (
+        f"no slide but a result of bioptimus, of the slide {slide}; bioptimus verify, view and "
+        "convert read it, and bioptimus report its folder"
+    )
 
 
 def static_folder(pattern: str) -> Path:
