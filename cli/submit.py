@@ -95,6 +95,7 @@ def submit(
     The slides are found now and frozen in a list beside the script, so slides that arrive later
     are not part of the job. Prints the job's id.
     """
+    from bioptimus.batch.places import refuse_unwritable
     from bioptimus.batch.submit import ArrayJob, ArrayOptions
 
     slides, arguments = _split(words)
@@ -102,11 +103,13 @@ def submit(
     if "--dry-run" in arguments:
         # Meant for this command: an array of dry runs is of no use to anybody.
         dry_run, arguments = True, [word for word in arguments if word != "--dry-run"]
-    work = _check(action, parsed)
     job_name = name or f"bioptimus-{action}"
     started = f"{datetime.now():%Y%m%d-%H%M%S}"
+    folder = job_folder or Path("bioptimus-jobs") / f"{job_name}-{started}"
+    refuse_unwritable(folder, option="--job-folder")
+    work = _check(action, parsed)
     job = ArrayJob(
-        folder=job_folder or Path("bioptimus-jobs") / f"{job_name}-{started}",
+        folder=folder,
         working_folder=Path.cwd(),
         command=_own_command(),
         action=action.value,
@@ -194,6 +197,7 @@ def _check(action: Action, parsed: dict[str, Any]) -> "Work":
     """
     from dataclasses import replace
 
+    from bioptimus.batch.places import refuse_dash
     from bioptimus.batch.run import list_work
     from bioptimus.models.types import InferenceMode
     from cli.run_slides import run_config
@@ -201,7 +205,10 @@ def _check(action: Action, parsed: dict[str, Any]) -> "Work":
     mode = InferenceMode.EMBEDDING if action is Action.EMBED else InferenceMode.PREDICTION
     if parsed.get("with_embeddings"):
         mode = InferenceMode.PREDICTION_WITH_EMBEDDING
-    work = list_work(replace(run_config(parsed, mode), stage=None))
+    config = run_config(parsed, mode)
+    if config.stage is not None:
+        refuse_dash(config.stage, option="--stage")
+    work = list_work(replace(config, stage=None))
     bad = [slide for slide in work.slides if slide.problem is not None]
     for slide in bad:
         say(f"{slide.path}: {slide.problem}", err=True)

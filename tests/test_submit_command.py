@@ -72,6 +72,10 @@ def test_dry_run_shows_the_script_and_writes_nothing(
         (["embed", "my slides", "--stage-gb", "0"], "--stage-gb 0"),
         (["embed", "my slides", "--overlap-px", "224"], "overlap 224"),
         (["predict", "my slides", "--gene-column", "x"], "reads no bulk RNA"),
+        (["embed", "my slides", "--out", "-"], "--out -: nothing of this goes to stdout"),
+        (["embed", "my slides", "--stage", "-"], "--stage -: nothing of this goes to stdout"),
+        (["--job-folder", "-", "embed", "my slides"], "--job-folder -: nothing of this goes to"),
+        (["--job-folder", "my slides/a/1.svs", "embed", "my slides"], "1.svs is a file, not a fol"),
     ],
 )
 def test_mistake_shows_before_anything_is_written(

@@ -21,8 +21,7 @@ def refuse_unwritable(folder: Path, *, option: str) -> None:
         UsageError: It is ``-``, a file stands in its place or in its way, writing is not
             permitted, or the file system is read-only.
     """
-    if folder == _STDOUT:
-        raise UsageError(f"{option} -: nothing of this goes to stdout; name a folder")
+    refuse_dash(folder, option=option)
     there = folder
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent
@@ -36,6 +35,16 @@ def refuse_unwritable(folder: Path, *, option: str) -> None:
         raise UsageError(
             f"{option} {folder}: {there} cannot be written ({why}); choose another folder"
         )
+
+
+def refuse_dash(folder: Path, *, option: str) -> None:
+    """Refuse a folder called ``-``, without a look at any disk.
+
+    Raises:
+        UsageError: It is.
+    """
+    if folder == _STDOUT:
+        raise UsageError(f"{option} -: nothing of this goes to stdout; name a folder")
 
 
 def refuse_unwritable_file(path: Path, *, option: str, example: str) -> None:
