@@ -5,8 +5,7 @@ import signal
 import time
 from types import FrameType
 
-# As in bioptimus.batch.signals, which takes longer to load than this.
-_SAME_SIGNAL_S = 0.1
+from bioptimus.same_signal import SAME_SIGNAL_S
 
 
 def end_on_signals() -> None:
@@ -26,7 +25,7 @@ def _end(number: int, frame: FrameType | None) -> None:
     told = time.monotonic()
 
     def end_at_once(number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - told > _SAME_SIGNAL_S:
+        if time.monotonic() - told > SAME_SIGNAL_S:
             os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, end_at_once)

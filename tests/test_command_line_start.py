@@ -12,6 +12,13 @@ def test_importing_the_command_line_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_what_ends_a_command_on_a_signal_is_loaded_before_anything_slow() -> None:
+    slow = ("typer", "subprocess", "logging", "dataclasses", *HEAVY)
+    code = f"import sys, cli.ending; print([m for m in {slow} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_help_exits_0_and_names_the_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cli", "--help"], capture_output=True, text=True, check=True

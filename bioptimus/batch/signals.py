@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Self
 
+from bioptimus.same_signal import SAME_SIGNAL_S
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# GNU timeout tells its child, and then the child's group: the child hears one SIGTERM twice, a few
-# microseconds apart. What comes within this time is no second one.
-_SAME_SIGNAL_S = 0.1
 # How long a stop may go unnoticed by a main thread that waits.
 STEP_S = 0.1
 
@@ -99,7 +98,7 @@ class StopFlag:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == self._signal == signal.SIGTERM and now - self._since < _SAME_SIGNAL_S:
+        if number == self._signal == signal.SIGTERM and now - self._since < SAME_SIGNAL_S:
             return
         second = self._signal is not None and number != signal.SIGHUP
         if self._signal is None:

@@ -17,12 +17,11 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
+from bioptimus.blas import ONE_THREAD_PRODUCT
+
 Pixels = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-# Below this many multiplications BLAS stays on the calling thread. Our threads are the
-# parallelism; more of them would fight over the cores.
-_SINGLE_THREAD_PRODUCT = 200_000
 # Outputs in a block: what the processor's vectors take at a time. Of more, the products would have
 # more zeros; down, they have whole rows to run along.
 _DOWN_BLOCK = 4
@@ -137,7 +136,7 @@ def _in_parts(
 
 def _cut(count: int, products: int) -> tuple[int, int]:
     """(pieces, length of each) of rows or columns, each piece for one thread's product."""
-    pieces = -(-count * products // _SINGLE_THREAD_PRODUCT)
+    pieces = -(-count * products // ONE_THREAD_PRODUCT)
     return pieces, -(-count // pieces)
 
 

@@ -6,6 +6,8 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
+from bioptimus.blas import ONE_THREAD_PRODUCT
+
 # Where a slide shows no glass at all, its glass is taken to be as bright as that of most scanners.
 USUAL_GLASS = 243.0
 # Glass is smooth (grey levels of difference to its neighbours' mean), bright and nearly grey.
@@ -22,9 +24,6 @@ SURFACE_RANGE = (0.70, 1.15)
 # The slide is cut in 8 x 8 cells; glass must show in so many of them before a surface is fitted.
 CELLS = 8
 CELLS_WITH_GLASS = 0.35
-# BLAS takes threads for products of more multiplications than some 260,000, and those spin for
-# 70 ms afterwards, on a core that could read tiles by then.
-ONE_THREAD_PRODUCT = 200_000
 # So many points times 6 x 6 terms; more of them fit no better.
 MOST_POINTS = 5_000
 
