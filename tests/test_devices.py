@@ -9,13 +9,16 @@ import struct
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from bioptimus.batch import quiet
-from bioptimus.batch.devices import _Collected, _relay, _SendingListener
+from bioptimus.batch import devices, quiet
+from bioptimus.batch.devices import _Collected, _relay, _SendingListener, run_on_devices
 from bioptimus.batch.quiet import SilentListener
+from bioptimus.batch.run import RunConfig
+from bioptimus.errors import OutputError
 from bioptimus.pipeline import SlideJob, SlideReport
 
 Event = tuple[str, dict[str, Any]]
@@ -83,6 +86,25 @@ def test_every_device_tells_the_batch_size_it_found() -> None:
         _SendingListener(events).batch_size_found(tiles, device=f"cuda:{number}", reason="full")
         collected.take(*events.get_nowait())
     assert listener.found == [(64, "cuda:0", "full"), (128, "cuda:1", "full")]
+
+
+@pytest.mark.parametrize(("cores", "workers", "readers"), [(4, 2, 2), (128, 8, 64)])
+def test_a_device_of_several_has_no_more_slides_under_way_than_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, readers: int
+) -> None:
+    told: list[RunConfig] = []
+
+    def enough(config: RunConfig, *_: object) -> None:
+        told.append(config)
+        raise OutputError("enough")
+
+    monkeypatch.setattr(devices, "list_work", lambda _: SimpleNamespace(slides=(), tell_notes=int))
+    monkeypatch.setattr(devices, "available_cores", lambda: cores)
+    monkeypatch.setattr(devices, "_run_processes", enough)
+    config = RunConfig(inputs=("a.svs",), out=tmp_path, device="cuda:0,cuda:1")
+    with pytest.raises(OutputError, match="enough"):
+        run_on_devices(config)
+    assert (told[0].workers, told[0].readers) == (workers, readers)
 
 
 def test_stop_reaches_processes_that_never_cease_to_report() -> None:

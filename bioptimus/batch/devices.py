@@ -27,6 +27,7 @@ from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import RUNS_FOLDER, is_left_to_another_job, merge_reports
 from bioptimus.batch.run import RunConfig, RunListener, RunResult, Work, list_work, run
 from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
+from bioptimus.batch.threads import MAX_WORKERS
 from bioptimus.errors import BioptimusError
 from bioptimus.pipeline import SlideJob, SlideReport, StopSignal
 from bioptimus.runtime.runners import available_cores
@@ -72,7 +73,7 @@ def run_on_devices(
             config,
             inputs=(str(slides),),
             shard=None,
-            workers=config.workers or share,
+            workers=config.workers or min(share, MAX_WORKERS),
             readers=config.readers or share,
             threads=config.threads or (1 if set(devices) == {"cpu"} else None),
             stage_gb=config.stage_gb / len(devices),

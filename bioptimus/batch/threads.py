@@ -6,7 +6,7 @@ from bioptimus.runtime.runners import available_cores
 
 # A slide that opens, finds its tissue or ends leaves the model to another one meanwhile.
 _MIN_WORKERS = 2
-_MAX_WORKERS = 8
+MAX_WORKERS = 8
 # Blocks of tiles of all slides that are being read or wait for the model: 5 MiB each.
 _MOST_BLOCKS = 48
 # A slide's scheduler has this many batches under way.
@@ -66,7 +66,7 @@ def plan_threads(
         cores: Cores to plan for; those of this process if not given.
     """
     count = cores or available_cores()
-    under_way = workers or max(_MIN_WORKERS, min(count // 2, _MAX_WORKERS))
+    under_way = workers or max(_MIN_WORKERS, min(count // 2, MAX_WORKERS))
     under_way = max(1, min(under_way, slides))
     passes = min(count, _PASSES_PER_SLIDE * under_way)
     if not on_cpu:
