@@ -30,6 +30,9 @@ def report(
 ) -> int:
     """Sum up all runs below an output folder and list what failed or is missing.
 
+    A slide is as the last run that came to it left it, also where the file of a run before is
+    there; a run that skipped it as done already changes nothing in what its file's own run said.
+
     Exit code 1 when a slide failed, was stopped, or was never accounted for, or when the folder
     holds no run.
     """

@@ -55,9 +55,17 @@ def test_line_that_a_full_disk_cut_short_is_told_and_spoils_no_other(tmp_path: P
     assert summary.missing == ["b.svs"]
 
 
-FAILED = SlideReport(slide="a.svs", state="failed", seconds=Timings(total=1))
+FAILED = SlideReport(slide="a.svs", state="failed", reason="no", seconds=Timings(total=1))
 STOPPED = SlideReport(slide="a.svs", state="stopped", seconds=Timings(total=1))
 NOT_STARTED = SlideReport(slide="a.svs", state="stopped", reason="not started")
+HELD = SlideReport(slide="a.svs", state="skipped", reason="another job is at work on it")
+
+
+def made(out: Path, state: SlideState) -> SlideReport:
+    (out / "a.h5").touch()
+    return SlideReport(
+        slide="a.svs", state=state, output=str(out / "a.h5"), tiles_done=7 if state == "ok" else 0
+    )
 
 
 def test_report_that_was_removed_is_no_longer_written_in_silence(tmp_path: Path) -> None:
@@ -69,22 +77,54 @@ def test_report_that_was_removed_is_no_longer_written_in_silence(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("earlier", "later", "counts"),
+    ("told", "counts"),
     [
-        (NOT_STARTED, FAILED, FAILED),
-        (FAILED, NOT_STARTED, FAILED),
-        (STOPPED, FAILED, FAILED),
-        (FAILED, STOPPED, STOPPED),
+        ((NOT_STARTED, FAILED), FAILED),
+        ((FAILED, NOT_STARTED), FAILED),
+        ((STOPPED, FAILED), FAILED),
+        ((FAILED, STOPPED), STOPPED),
+        (("ok", FAILED), FAILED),
+        (("empty", FAILED), FAILED),
+        (("ok", STOPPED), STOPPED),
+        (("ok", FAILED, HELD), FAILED),
+        (("ok", NOT_STARTED), "ok"),
+        ((FAILED, "ok"), "ok"),
+        (("ok", FAILED, "ok"), "ok"),
+        # The first command once more: the result is there, and is its own.
+        (("ok", FAILED, "skipped"), "ok"),
+        (("empty", "skipped"), "empty"),
+        ((FAILED, "skipped"), "skipped"),
     ],
 )
-def test_slide_that_no_run_finished_is_as_the_last_to_try_it_says(
-    earlier: SlideReport, later: SlideReport, counts: SlideReport, tmp_path: Path
+def test_slide_is_as_its_last_outcome_says(
+    told: tuple[SlideReport | SlideState, ...],
+    counts: SlideReport | SlideState,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for report in (earlier, later):
+    for each in told:
         with closing(run_file(tmp_path)) as run:
-            run.add(report)
-    (found,) = read_runs(tmp_path).slides.values()
-    assert (found["state"], found["reason"]) == (counts.state, counts.reason)
+            run.add(each if isinstance(each, SlideReport) else made(tmp_path, each))
+            # Another slide's news are its own.
+            run.add(SlideReport(slide="b.svs", state="ok"))
+            run.add(SlideReport(slide="c.svs", state="ok"))
+    wanted = counts if isinstance(counts, SlideReport) else made(tmp_path, counts)
+    found = read_runs(tmp_path).slides
+    states = {Path(slide).stem: each["state"] for slide, each in found.items()}
+    assert states == {"a": wanted.state, "b": "ok", "c": "ok"}
+    (slide,) = (each for each in found.values() if each["slide"] == "a.svs")
+    assert (slide["reason"], slide["tiles_done"]) == (wanted.reason, wanted.tiles_done)
+    bad = wanted.state in ("failed", "stopped")
+    assert main(["report", str(tmp_path), "--slides"]) == (1 if bad else 0)
+    assert (f"{wanted.state}: a.svs: " in capsys.readouterr().out) == bad
+
+
+def test_last_outcome_is_that_of_the_run_that_ended_the_slide_last(tmp_path: Path) -> None:
+    """Two jobs side by side: the one that started first came to the slide after the other."""
+    with closing(run_file(tmp_path)) as first, closing(run_file(tmp_path)) as second:
+        second.add(FAILED)
+        first.add(made(tmp_path, "ok"))
+    assert [each["state"] for each in read_runs(tmp_path).slides.values()] == ["ok"]
 
 
 def test_slide_is_the_same_however_a_run_named_it(

@@ -20,6 +20,7 @@ from bioptimus.batch.run import RunConfig, run
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.pipeline import SlideOptions
 from bioptimus.planning import PlanOptions
+from bioptimus.report_html.collect import collect
 from bioptimus.runtime.builtin import weights_path
 from bioptimus.runtime.lite0 import lite0_from_weights
 from bioptimus.tiles import TileSpec, plan_tiles
@@ -205,6 +206,14 @@ def test_second_run_skips_what_is_done_and_other_parameters_are_refused(
     assert "--overwrite" in other.stderr
     with h5py.File(out / "lite0" / "CMU-1-Small-Region.h5") as file:
         assert file["coords"].attrs["overlap"] == 0
+    told = bioptimus("report", out, "--slides", "--html", tmp_path / "page.html")
+    assert told.returncode == 1
+    assert "failed: " in told.stdout
+    assert "overlap" in told.stdout
+    assert [row.state for row in collect(out).slides] == ["failed"]
+    assert bioptimus("embed", EXAMPLE_SLIDE, "--out", out).returncode == 0
+    assert "4 runs: 1 ok; 50 tiles" in bioptimus("report", out).stdout
+    assert [row.state for row in collect(out).slides] == ["ok"]
 
 
 BAD_INPUTS = {

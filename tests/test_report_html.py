@@ -163,9 +163,20 @@ def test_facts_of_the_file_join_those_of_the_report(out: Path) -> None:
     assert found.host == "node17"
 
 
-def test_a_later_failure_does_not_undo_a_finished_slide(out: Path) -> None:
-    write_run(out, "22", ["slides/a/one.svs"], [record("slides/a/one.svs", "failed", reason="x")])
-    assert entry(out, "slides/a/one.svs").state == "ok"
+def test_a_later_failure_is_told_though_the_file_of_before_is_there(out: Path) -> None:
+    # What names the slide in the file is its absolute path.
+    slide = "slides/a/one.svs"
+    write_run(out, "22", [slide], [record(slide, "failed", reason="x")])
+    assert entry(out, slide).state == "failed"  # and there is no second row from the file
+    assert len(collect(out).slides) == 7
+    write_run(out, "333", [slide], [record(slide, output=str(out / "lite0" / "a" / "one.h5"))])
+    assert entry(out, slide).state == "ok"
+
+
+def test_slides_that_failed_under_two_models_are_two_rows(out: Path) -> None:
+    write_run(out, "22", [], [record("slides/no.svs", "failed", reason="y")], model="h0")
+    found = [each for each in collect(out).slides if each.slide == "slides/no.svs"]
+    assert [(each.model, each.state) for each in found] == [("lite0", "failed"), ("h0", "failed")]
 
 
 def test_a_later_success_replaces_a_failure(out: Path, sample: Sample) -> None:

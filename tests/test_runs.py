@@ -627,20 +627,6 @@ def test_report_lists_what_no_run_accounted_for(undisturbed: Path, tmp_path: Pat
     assert f"2 ok, {SLIDES - 2} missing" in done.stdout
 
 
-def test_better_news_of_an_earlier_run_counts(undisturbed: Path, tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    run = next((undisturbed / "runs").glob("*.json"))
-    (tmp_path / "runs" / "1.json").write_text(run.read_text())
-    worse = []
-    for line in run.read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] == "slide":
-            record.update(state="failed", reason="lost mount")
-        worse.append(json.dumps(record))
-    (tmp_path / "runs" / "2.json").write_text("\n".join(worse) + "\n")
-    assert {each["state"] for each in read_runs(tmp_path).slides.values()} == {"ok"}
-
-
 def test_fail_fast_stops_at_the_first_failure_and_accounts_for_the_rest(
     slides: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ reading. Jobs that share a folder write files of their own.
 
 import datetime
 import errno
+import logging
 import os
 import platform
 import shlex
@@ -27,13 +28,15 @@ from bioptimus.json_lines import json_line
 from bioptimus.pipeline import SlideJob, SlideReport
 from bioptimus.runtime.batch_scheduler import BatchStatistics
 
+log = logging.getLogger(__name__)
+
 RUNS_FOLDER = "runs"
 
-# Which of several accounts of one slide counts: the best news, since a later rerun that failed
-# does not undo a finished file. What did not end well is as the last to try it says.
+# Of what several processes of one run say of a slide: the best news, of those the last. A slide
+# that one lost with its device, another did.
 _RANKS: dict[str, int] = {"ok": 0, "empty": 1, "skipped": 2, "stopped": 3, "failed": 3}
 _NOT_BEGUN = 4
-NO_ACCOUNT = 5
+_LEFT = 5
 GONE = "the result file is not there any more"
 
 
@@ -56,20 +59,9 @@ def is_left_to_another_job(state: str, output: str) -> bool:
     return state == "skipped" and not output
 
 
-def rank(state: str, seconds: float) -> int:
-    """Place of an account among several of one slide, 0 for the best news.
-
-    Of those of one rank, the later counts.
-
-    Args:
-        state: How the slide ended.
-        seconds: How long the run was at work on it.
-
-    Returns:
-        Less than ``NO_ACCOUNT``.
-    """
-    # A run that was stopped before it came to a slide knows nothing about it.
-    return _NOT_BEGUN if state == "stopped" and not seconds else _RANKS[state]
+def _is_not_begun(state: str, seconds: float) -> bool:
+    """Whether a run was stopped before it came to a slide: it knows nothing about it."""
+    return state == "stopped" and not seconds
 
 
 def merge_reports(
@@ -101,8 +93,10 @@ def merge_reports(
 
 def _preference(report: SlideReport) -> int:
     if is_left_to_another_job(report.state, report.output):
-        return NO_ACCOUNT
-    return rank(report.state, report.seconds.total)
+        return _LEFT
+    if _is_not_begun(report.state, report.seconds.total):
+        return _NOT_BEGUN
+    return _RANKS[report.state]
 
 
 class AccountKeys:
@@ -249,7 +243,9 @@ class RunFile:
                 f"{self.path}: is there no more; were results removed, moved or unmounted? "
                 "the run ends here, run again"
             )
-        self._append({"kind": "slide", **slide_record(report), "host": self.host, "job": self.job})
+        ended = datetime.datetime.now(datetime.UTC).isoformat()
+        about = {"ended": ended, "host": self.host, "job": self.job}
+        self._append({"kind": "slide", **slide_record(report), **about})
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json_line(record)
@@ -275,8 +271,8 @@ class RunsSummary:
     """What all runs below an output folder say together.
 
     Attributes:
-        slides: Best record of each slide, by its absolute path; of several models one for each,
-            with the model's name behind the path.
+        slides: How each slide stands, by its absolute path; of several models one for each, with
+            the model's name behind the path.
         missing: Slides that a run was given and none accounted for, as it named them; of several
             models with the model's name behind.
         held: Those of them that a run passed over because another job was at work on them.
@@ -312,27 +308,33 @@ def located(out: Path, output: str) -> Path:
 def read_runs(out: Path) -> RunsSummary:
     """Sum up every run file below an output folder.
 
-    A line that a killed process cut short, or that is not ours, is passed over. Of several
-    accounts of one slide the best counts, since a later failure does not undo a finished file.
-
     Raises:
         OutputError: The folder holds no run files.
     """
-    paths = sorted((out / RUNS_FOLDER).glob("*.json"))
-    if not paths:
+    if next((out / RUNS_FOLDER).glob("*.json"), None) is None:
         raise OutputError(f"{out}: no {RUNS_FOLDER}/*.json here; {_where_else(out)}")
-    accounts = _Accounts(out)
-    for path in paths:
+    return read_accounts(out).summary()
+
+
+def read_accounts(out: Path) -> "Accounts":
+    """What the run files below an output folder say of each slide; nothing where there are none.
+
+    A line that a killed process cut short, or that is not ours, is passed over.
+    """
+    accounts = Accounts(out)
+    for path in sorted((out / RUNS_FOLDER).glob("*.json")):
         run: dict[str, Any] = {}
-        for line in path.read_bytes().splitlines():
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
                 record = orjson.loads(line)
             except orjson.JSONDecodeError:
-                continue
+                record = None
             if _is_record(record):
-                run = record if record.get("kind") == "run" else run
+                run = record if record["kind"] == "run" else run
                 accounts.take(run, record)
-    return accounts.summary()
+            elif line.strip():
+                log.info("%s:%d: not a line of a run, passed over", path, number)
+    return accounts
 
 
 def _where_else(out: Path) -> str:
@@ -348,6 +350,7 @@ _KEYS = {
     "run": {"run"},
     "inputs": {"slides", "skipped"},
     "slide": {"slide", "state", "reason", "output", "tiles_done", "tiles_failed", "seconds"},
+    "model": set[str](),
 }
 
 
@@ -360,34 +363,48 @@ def _is_record(found: object) -> bool:
     return found["state"] in _RANKS and isinstance(found["seconds"], dict)
 
 
-class _Accounts:
-    """What the runs say, by slide and model."""
+class Accounts:
+    """What the runs say, by slide and model.
+
+    Attributes:
+        keys: Tell which slide a name is of.
+        runs: First lines of the run files.
+        skipped: Files below the inputs that no run took, with the reason.
+    """
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._keys = AccountKeys(out)
-        self._best: dict[tuple[str, str], dict[str, Any]] = {}
+        self.keys = AccountKeys(out)
+        self.runs: list[dict[str, Any]] = []
+        self.skipped: dict[str, str] = {}
         self._planned: dict[tuple[str, str], str] = {}
+        self._told: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._held: set[tuple[str, str]] = set()
-        self._skipped: dict[str, str] = {}
-        self._runs: list[dict[str, Any]] = []
 
     def take(self, run: Mapping[str, Any], record: dict[str, Any]) -> None:
         """Take in one line of a run's file, of which ``run`` was the first."""
-        kind = record.get("kind")
+        kind = record["kind"]
         if kind == "run":
-            self._runs.append(record)
+            self.runs.append(record)
         elif kind == "inputs":
-            self._planned.update((self._keys.of(run, slide), slide) for slide in record["slides"])
-            self._skipped.update((each["path"], each["reason"]) for each in record["skipped"])
+            self._planned.update((self.keys.of(run, slide), slide) for slide in record["slides"])
+            self.skipped.update((each["path"], each["reason"]) for each in record["skipped"])
         elif kind == "slide":
-            key = self._keys.of(run, record["slide"])
+            key = self.keys.of(run, record["slide"])
             if is_left_to_another_job(record["state"], record["output"]):
                 self._held.add(key)
                 return
-            before = self._best.get(key)
-            if before is None or _rank(record) <= _rank(before):
-                self._best[key] = record
+            # Files of earlier versions do not tell when a slide ended.
+            when = {"ended": run.get("started", ""), "run": run.get("run", ""), **record}
+            self._told.setdefault(key, []).append(when)
+
+    def slides(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """The record that counts of each slide and model."""
+        return {key: _that_counts(told) for key, told in self._told.items()}
+
+    def missing(self) -> dict[tuple[str, str], str]:
+        """Slides that a run was given and none accounted for, as it named them."""
+        return {key: slide for key, slide in self._planned.items() if key not in self._told}
 
     def _checked(self, record: dict[str, Any]) -> dict[str, Any]:
         output = record["output"]
@@ -397,28 +414,38 @@ class _Accounts:
 
     def summary(self) -> RunsSummary:
         """All of it."""
-        models = sorted({model for _, model in (*self._best, *self._planned)})
+        models = sorted({model for _, model in (*self._told, *self._planned)})
 
         def named(slide: str, model: str) -> str:
             return f"{slide} ({model})" if len(models) > 1 else slide
 
-        missing = {
-            key: named(slide, key[1])
-            for key, slide in self._planned.items()
-            if key not in self._best
-        }
+        missing = {key: named(slide, key[1]) for key, slide in self.missing().items()}
         return RunsSummary(
             slides={
                 named(*key): {**self._checked(record), "model": key[1]}
-                for key, record in self._best.items()
+                for key, record in self.slides().items()
             },
             missing=list(missing.values()),
             held=[slide for key, slide in missing.items() if key in self._held],
-            skipped=self._skipped,
-            runs=self._runs,
+            skipped=self.skipped,
+            runs=self.runs,
             models=models,
         )
 
 
-def _rank(record: dict[str, Any]) -> int:
-    return rank(record["state"], record["seconds"]["total"])
+def _that_counts(told: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Which of several accounts of one slide and model tells how it stands: the last outcome.
+
+    A run that passed a slide over as done already found the result as its maker told.
+    """
+    told = sorted(told, key=lambda record: str(record["ended"]))
+    outcomes = [
+        record
+        for record in told
+        if not _is_not_begun(record["state"], record["seconds"].get("total", 0))
+    ]
+    last = (outcomes or told)[-1]
+    made = [record for record in outcomes if record["state"] in ("ok", "empty")]
+    if last["state"] == "skipped" and made:
+        return {**made[-1], "output": last["output"]}  # it may have been copied since
+    return last

@@ -2,12 +2,12 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bioptimus.batch.report import GONE, NO_ACCOUNT, AccountKeys, located, rank
+from bioptimus.batch.report import GONE, Accounts, located, read_accounts
 from bioptimus.errors import BioptimusError
 
 logger = logging.getLogger(__name__)
@@ -117,10 +117,8 @@ def collect(out: Path) -> RunData:
     A file without a report is listed all the same, a report whose file has gone says so, and
     so does an input that no run accounts for.
     """
-    reports = _Reports(AccountKeys(out))
-    for path in sorted((out / "runs").glob("*.json")):
-        reports.read(path, out)
-    slides = reports.slides()
+    accounts = read_accounts(out)
+    slides = _reported(accounts, out)
     by_output = {entry.output.resolve(): key for key, entry in slides.items() if entry.output}
     for file in sorted(filter(Path.is_file, out.rglob("*.h5"))):
         found = _read_file(file)
@@ -128,83 +126,29 @@ def collect(out: Path) -> RunData:
             # Such as a tree for another tool, converted into the same folder.
             logger.info("%s: not a result file, passed over", file)
             continue
-        # A slide that failed in one run may have a file from another, such as another model's.
-        key = by_output.get(file.resolve(), found.key)
+        key = by_output.get(file.resolve())
+        if key is None:
+            # A slide that failed in the last run may have the file of one before.
+            key = accounts.keys.of({"model": found.model}, found.slide)
+            if key in slides and slides[key].output:
+                key = (str(file), "")
         slides[key] = _joined(slides.get(key), found)
-    finished = {entry.slide for entry in slides.values() if entry.state in ("ok", "empty")}
     return RunData(
         out=out,
-        runs=tuple(sorted(reports.runs, key=lambda run: run.started)),
-        slides=tuple(
-            _checked(entry)
-            for entry in slides.values()
-            if entry.state != "missing" or entry.slide not in finished
-        ),
-        skipped=reports.skipped,
+        runs=tuple(sorted(map(_run, accounts.runs), key=lambda run: run.started)),
+        slides=tuple(_checked(entry) for entry in slides.values()),
+        skipped=accounts.skipped,
     )
 
 
-class _Reports:
-    """Sums up run files: one account of each slide and model."""
-
-    def __init__(self, keys: AccountKeys) -> None:
-        self._keys = keys
-        self.runs: list[RunEntry] = []
-        self.skipped: dict[str, str] = {}
-        self._best: dict[tuple[str, str], SlideEntry] = {}
-
-    def slides(self) -> dict[str, SlideEntry]:
-        """The accounts by :attr:`SlideEntry.key`."""
-        return {entry.key: entry for entry in self._best.values()}
-
-    def read(self, path: Path, out: Path) -> None:
-        """Take in one run's file."""
-        run: Mapping[str, Any] = {}
-        for record in _lines(path):
-            if isinstance(record.get("slides"), list):
-                for slide in record["slides"]:
-                    entry = SlideEntry(slide=str(slide), state="missing", reason=_UNREACHED)
-                    self._add(self._keys.of(run, entry.slide), entry)
-                for item in record.get("skipped") or []:
-                    self.skipped[str(item["path"])] = str(item["reason"])
-            elif "slide" in record:
-                entry = _entry(out, record, run=path.stem)
-                self._add(self._keys.of(run, entry.slide), entry)
-            elif "run" in record:
-                run = record
-                self.runs.append(_run(record))
-
-    def _add(self, key: tuple[str, str], entry: SlideEntry) -> None:
-        old = self._best.get(key)
-        if old is None or _rank(entry) <= _rank(old):
-            self._best[key] = entry
-
-
-def _rank(entry: SlideEntry) -> int:
-    # Passed over because another job holds it: only that job's own account says anything.
-    if entry.state == "skipped" and entry.output is None:
-        return NO_ACCOUNT + 1
-    if entry.state == "missing":
-        return NO_ACCOUNT
-    return rank(entry.state, entry.seconds.get("total", 0.0))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a JSON-lines file. A last line cut short by a kill is passed over."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as exc:
-        logger.warning("%s: %s", path, exc)
-        return
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            if line.strip():
-                logger.info("%s:%d: not a JSON object, passed over", path, number)
-            continue
-        if isinstance(record, dict):
-            yield record
+def _reported(accounts: Accounts, out: Path) -> dict[tuple[str, str], SlideEntry]:
+    """What the runs say of each slide and model."""
+    entries = {key: _entry(out, record, model=key[1]) for key, record in accounts.slides().items()}
+    missing = {
+        key: SlideEntry(slide=slide, state="missing", reason=_UNREACHED, model=key[1])
+        for key, slide in accounts.missing().items()
+    }
+    return entries | missing
 
 
 def _run(record: Mapping[str, Any]) -> RunEntry:
@@ -220,7 +164,7 @@ def _run(record: Mapping[str, Any]) -> RunEntry:
     )
 
 
-def _entry(out: Path, record: Mapping[str, Any], *, run: str) -> SlideEntry:
+def _entry(out: Path, record: Mapping[str, Any], *, model: str) -> SlideEntry:
     output = record.get("output")
     return SlideEntry(
         slide=str(record["slide"]),
@@ -232,6 +176,7 @@ def _entry(out: Path, record: Mapping[str, Any], *, run: str) -> SlideEntry:
         mpp=_first_number(record.get("mpp")),
         mpp_source=str(record.get("mpp_source") or ""),
         reader=str(record.get("reader") or ""),
+        model=model,
         seconds={
             str(key): float(value)
             for key, value in _mapping(record.get("seconds")).items()
@@ -241,7 +186,7 @@ def _entry(out: Path, record: Mapping[str, Any], *, run: str) -> SlideEntry:
         output=located(out, str(output)) if output else None,
         host=str(record.get("host") or ""),
         job=str(record.get("job") or ""),
-        run=run,
+        run=str(record["run"]),
         versions=_mapping(record.get("versions")),
         warnings=tuple(map(str, record.get("warnings") or ())),
     )
@@ -283,13 +228,12 @@ def _is_foreign(found: SlideEntry) -> bool:
 
 def _joined(reported: SlideEntry | None, found: SlideEntry) -> SlideEntry:
     """The report's timings with the file's facts."""
-    if reported is None:
+    if reported is None or reported.state == "missing":
         return found
     if found.state == "failed":
         return replace(reported, state="failed", reason=found.reason)
     if reported.state in ("failed", "stopped"):
-        # A finished file from another run, or another model, does not undo this failure.
-        return replace(reported, model=found.model or reported.model)
+        return reported  # the finished file of a run before does not undo this
     return replace(
         reported,
         state=found.state,
