@@ -220,7 +220,7 @@ Workers = Annotated[
         min=1,
         help="Slides under way at once.",
         rich_help_panel=_JOBS,
-        show_default="from the cores, 2 to 8",
+        show_default="half the cores, 2 to 8",
     ),
 ]
 Readers = Annotated[
@@ -229,7 +229,7 @@ Readers = Annotated[
         min=1,
         help="Threads that read tiles, shared by all slides.",
         rich_help_panel=_JOBS,
-        show_default="the cores",
+        show_default="the cores, at least 2",
     ),
 ]
 Threads = Annotated[
@@ -238,7 +238,7 @@ Threads = Annotated[
         min=1,
         help="Threads inside one forward pass on a CPU.",
         rich_help_panel=_JOBS,
-        show_default="from the cores",
+        show_default="the cores that passes side by side leave",
     ),
 ]
 Shard = Annotated[
