@@ -3,6 +3,7 @@
 The command line has parsed its words by then; a script may hand over the text of a table's cell.
 """
 
+import textwrap
 import types
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -34,7 +35,8 @@ def check_kinds(options: object) -> None:
         value = getattr(options, name)
         if not any(_is(value, kind) for kind in wanted):
             kinds = " or ".join(_in_words(kind) for kind in wanted)
-            raise UsageError(f"{name.replace('_', ' ')} {value!r}: must be {kinds}")
+            given = textwrap.shorten(repr(value), 80, placeholder=" …")
+            raise UsageError(f"{name.replace('_', ' ')} {given}: must be {kinds}")
 
 
 def _fields(options: type[object]) -> dict[str, tuple[Any, ...]]:

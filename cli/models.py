@@ -1,6 +1,7 @@
 """``bioptimus models``: which models there are, what is in a file, export, compile."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -220,7 +221,6 @@ def compile_model(
 
     prepare_environment()
     choice = resolve_model(model, sha256=sha256)
-    say(f"compiling {choice.checkpoint} (a minute or so, longer for large models)", err=True)
     from bioptimus.runtime.compilation import compile_portable
 
     path = compile_portable(
@@ -228,6 +228,7 @@ def compile_model(
         device=wanted_device(device),
         isa="avx2" if isa == "avx2" else "native",
         again=again,
+        tell=partial(say, err=True),
     )
     say(path)
 

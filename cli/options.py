@@ -259,5 +259,5 @@ Stage = Annotated[
     ),
 ]
 StageGb = Annotated[
-    float, typer.Option(min=0, help="Most gigabytes staged at once.", rich_help_panel=_JOBS)
+    float, typer.Option(help="Most gigabytes staged at once.", rich_help_panel=_JOBS)
 ]

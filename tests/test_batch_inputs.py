@@ -362,6 +362,19 @@ def test_csv_with_semicolons_as_spreadsheets_write_it(tmp_path: Path) -> None:
     assert (slide.mpp, slide.extra) == (0.5, {"note": "a,b"})
 
 
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_csv_of_a_spreadsheet_with_decimal_commas(tmp_path: Path, delimiter: str) -> None:
+    touch(tmp_path / "x,1.svs")
+    lines = (
+        f"sep={delimiter}",
+        f"slide{delimiter}mpp{delimiter}age",
+        f"x,1.svs{delimiter}0,499{delimiter}63,5",
+    )
+    (tmp_path / "l.csv").write_text("\ufeff" + "\r\n".join(lines) + "\r\n", encoding="utf-8")
+    (slide,) = find_inputs([tmp_path / "l.csv"]).slides
+    assert (slide.path.name, slide.mpp, slide.extra) == ("x,1.svs", 0.499, {"age": "63,5"})
+
+
 def test_list_taken_for_a_slide_and_a_pattern_in_a_list_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

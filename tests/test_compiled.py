@@ -350,7 +350,9 @@ def test_compiling_again_takes_the_file_that_is_there(
     compiled: Path, portable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compilation, "_compiler", lambda: pytest.fail("compiled again"))
-    assert compile_portable(portable) == compiled
+    told: list[str] = []
+    assert compile_portable(portable, tell=told.append) == compiled
+    assert told == [f"{portable}: was compiled for this machine before"]
     with pytest.raises(UsageError, match="is compiled already"):
         compile_portable(compiled)
 

@@ -526,6 +526,20 @@ def test_at_finds_the_tile_that_holds_the_point(sample: Sample, result_file: Pat
         assert result.tile_at((x + 3, y + 3)) == row
 
 
+def test_at_a_point_without_a_tile_names_the_nearest(result_file: Path) -> None:
+    """Glass has no tile: what is like another one is no answer."""
+    result = open_source(result_file)
+    side = result.tile_level0[0]
+    x, y = np.meshgrid(np.arange(0, 2220, 60), np.arange(0, 2967, 60))
+    spots = np.stack([x.ravel(), y.ravel()], axis=1)
+    away = spots[:, None] - result.coords[None]
+    held = np.all((away >= 0) & (away <= side), axis=2)
+    bare = ~np.any(held, axis=1)
+    spot = tuple(spots[bare][0].tolist())
+    with pytest.raises(UsageError, match=r"no tile there; the nearest is row \d+, from \d+,\d+ on"):
+        result.tile_at(spot)
+
+
 def test_crops_are_the_slides_own_pixels_where_it_is_there(
     sample: Sample, result_file: Path
 ) -> None:
@@ -649,7 +663,7 @@ def test_an_empty_slide_has_pictures_too(sample: Sample, tmp_path: Path, kind: s
     options = known.get(kind, {})
     figure = getattr(figures, f"draw_{kind}")(result, SMALL, **options)
     words = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert "no tiles: no tissue was found" in words
+    assert "no tiles were kept" in words
     assert pixels_of(drawn(result, tmp_path / "a.png", kind, **options)).min() < 100
 
 

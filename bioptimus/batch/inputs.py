@@ -687,6 +687,10 @@ def _folder_name(model_name: str) -> str:
 # Lists.
 
 
+# What may stand above the column names of a CSV: remarks, and what tells Excel the delimiter.
+_NO_HEADER = ("#", "sep=")
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig", errors=_ODD_BYTES)
@@ -700,7 +704,7 @@ def _parse_list(name: str, text: str, folder: Path, notes: list[str]) -> Iterato
     """Yield each slide as written and its row, from a CSV or from plain lines of paths."""
     # Not by splitlines(), which also cuts at what a name may hold.
     lines = [line.strip() for line in text.split("\n")]
-    header = next((line for line in lines if line and not line.startswith("#")), "")
+    header = next((line for line in lines if line and not line.startswith(_NO_HEADER)), "")
     # Spreadsheets write semicolons where the comma is the decimal sign.
     delimiter = max(",;\t", key=header.count)
     columns = [cell.strip().lower() for cell in _cells(header, delimiter)]
@@ -724,7 +728,7 @@ def _parse_list(name: str, text: str, folder: Path, notes: list[str]) -> Iterato
             continue
         if not past_header:
             # Remarks may stand above it; below it, a slide may have such a name.
-            past_header = not cells[0].lstrip().startswith("#")
+            past_header = not cells[0].lstrip().startswith(_NO_HEADER)
             continue
         where = f"{name}, line {number}"
         if len(cells) > len(columns):
@@ -733,6 +737,8 @@ def _parse_list(name: str, text: str, folder: Path, notes: list[str]) -> Iterato
         slide = values.pop(SLIDE_COLUMN, "")
         if not slide:
             raise UsageError(f"{where}: no slide")
+        if "mpp" in values and delimiter != ",":
+            values["mpp"] = values["mpp"].replace(",", ".")
         yield os.path.expanduser(slide), _parse_row(where, values, folder)
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
@@ -65,7 +66,12 @@ def find_compiled(source: ArchiveInfo, *, device: str) -> Path | None:
 
 
 def compile_portable(
-    source: Path, *, device: str = "cpu", isa: Isa = "native", again: bool = False
+    source: Path,
+    *,
+    device: str = "cpu",
+    isa: Isa = "native",
+    again: bool = False,
+    tell: Callable[[str], object] = log.info,
 ) -> Path:
     """Compile a portable file for this machine, into the cache.
 
@@ -76,6 +82,7 @@ def compile_portable(
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         isa: ``native``, or ``avx2`` for a file that any AVX2 machine of a cluster can run.
         again: Compile even if a file is there that is whole.
+        tell: Hears what is done.
 
     Returns:
         Path of the compiled file.
@@ -93,6 +100,7 @@ def compile_portable(
     require_device(device)
     path = compiled_path(info, device=device, isa=isa)
     if not again and _is_whole(path):
+        tell(f"{source}: was compiled for this machine before")
         return path
     if not _compiler():
         raise CheckpointError(
@@ -103,6 +111,7 @@ def compile_portable(
             "no CUDA toolkit (nvcc) found, which compiling for a GPU needs; set CUDA_HOME to its "
             "folder; the portable file runs without"
         )
+    tell(f"compiling {source} (a minute or so, longer for large models)")
     folder = beside(path)
     temporary = folder / "model.pt2"
     try:

@@ -361,7 +361,7 @@ def _map_page(result: SlideResult, options: PictureOptions) -> Page:
 
 def _why_empty(result: SlideResult) -> str:
     failed = len(result.failed)
-    return f"no tiles: all {failed:,} failed" if failed else "no tiles: no tissue was found"
+    return f"no tiles: all {failed:,} failed" if failed else "no tiles were kept"
 
 
 def _counts(result: SlideResult) -> str:

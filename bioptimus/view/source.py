@@ -212,23 +212,30 @@ class SlideResult:
         raise UsageError(f"{self.path.name}: no predicted value named {name}; {known_text}")
 
     def tile_at(self, location: tuple[float, float]) -> int:
-        """Row of the tile that holds a point, else of the nearest one.
+        """Row of the tile that holds a point; of several, of the one whose centre is nearest.
 
         Args:
             location: x, y in level-0 pixels.
 
         Raises:
-            UsageError: The point is not on the slide, or the result has no tiles.
+            UsageError: No tile of the result holds the point.
         """
-        inside = all(0 <= at < end for at, end in zip(location, self.dimensions, strict=True))
-        if not inside or len(self.coords) == 0:
-            width, height = self.dimensions
+        spot = f"{location[0]:g},{location[1]:g}"
+        width, height = self.dimensions
+        if not (0 <= location[0] < width and 0 <= location[1] < height and len(self.coords)):
             raise UsageError(
-                f"{location[0]:g},{location[1]:g}: no tile there; the slide has {width} x {height} "
-                f"px and {len(self.coords)} tiles"
+                f"{spot}: no tile there; the slide has {width} x {height} px and "
+                f"{len(self.coords)} tiles"
             )
-        centres = self.coords + np.asarray(self.tile_level0) / 2
-        return int(np.square(centres - np.asarray(location)).sum(axis=1).argmin())
+        half = np.asarray(self.tile_level0) / 2
+        away = np.abs(self.coords + half - np.asarray(location))
+        row = int(np.square(away).sum(axis=1).argmin())
+        if not (away[row] <= half).all():
+            x, y = self.coords[row].tolist()
+            raise UsageError(
+                f"{spot}: no tile there; the nearest is row {row}, from {x},{y} on: --tile {row}"
+            )
+        return row
 
 
 def _blocks(rows: Rows) -> Iterator[Floats]:
