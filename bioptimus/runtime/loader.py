@@ -52,10 +52,23 @@ def prepare_environment() -> None:
     - ``OMP_WAIT_POLICY=PASSIVE``: waiting OpenMP threads sleep. Spinning ones, with one reader
       on the same cores, make two threads slower than one.
     - ``AOTI_RUNTIME_CHECK_INPUTS=1``: compiled programs check shapes too, a second net.
+    - ``PYTORCH_ALLOC_CONF=pinned_free_catch_all:True``: a process whose GPU is lost can tell so.
+      Without, torch aborts it when the first pinned memory is let go of.
     """
     if "torch" not in sys.modules and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
+    # Where the user has set the older name, that one counts. Only Linux has builds for CUDA, and an
+    # older torch than we ask for would stop at the word.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and sys.platform == "linux" and _has_catch_all():
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_free_catch_all:True")
+
+
+def _has_catch_all() -> bool:
+    from importlib.metadata import version
+
+    major, minor = version("torch").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
 
 
 def resolve_model(
