@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import warnings
 import weakref
 from collections import namedtuple
@@ -768,6 +769,7 @@ def test_an_output_folder_that_cannot_be_made_is_told_once(
 def test_plain_formats_need_none_of_the_other_packages(path: Path, tmp_path: Path) -> None:
     script = f"""
 import sys
+import textwrap
 for name in ("anndata", "pandas", "pyarrow", "zarr", "spatialdata", "shapely", "geopandas"):
     sys.modules[name] = None
 from cli.main import main
@@ -791,3 +793,24 @@ def test_results_of_other_modes_convert(tmp_path: Path) -> None:
     for to, holds in check.items():
         assert holds(run(source, tmp_path / to, to)), to
     assert isinstance(next(convert([source], tmp_path / "z", to="zarr")), Converted)
+
+
+def test_full_disk_fails_each_format_in_one_line_and_ends_nothing(tmp_path: Path) -> None:
+    """Some libraries end the whole process when a write under them fails."""
+    path = make_result(tmp_path / "a.h5", rows=3000)
+    formats = [to for to in FORMATS if to != "spatialdata"]
+    code = textwrap.dedent(f"""
+        import resource, sys
+        from cli.main import main
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        for to in {formats!r}:
+            print(to, main(["convert", {str(path)!r}, "--to", to, "--out", to]), flush=True)
+    """)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout.split("\n")[:-1] == [f"{to} 1" for to in formats], ended.stderr
+    lines = ended.stderr.splitlines()
+    assert len(lines) == len(formats)
+    assert all("File too large" in line for line in lines)
+    assert not [file for file in tmp_path.rglob("*") if ".part" in file.name]

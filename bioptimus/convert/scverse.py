@@ -21,9 +21,20 @@ def h5ad(result: Result, relative: PurePath, _: ConvertOptions) -> list[Piece]:
     return [
         Piece(
             path=relative.with_suffix(".h5ad"),
-            write=lambda path: result.to_anndata().write_h5ad(path),
+            write=lambda path: _write_h5ad(result, path),
         )
     ]
+
+
+def _write_h5ad(result: Result, path: Path) -> None:
+    """By way of memory: where a disk is full, the HDF5 library ends the process."""
+    import h5py
+    from anndata.io import write_elem
+
+    with h5py.File(path.name, "w", driver="core", backing_store=False) as file:
+        write_elem(file, "/", result.to_anndata())
+        file.flush()
+        path.write_bytes(file.id.get_file_image())
 
 
 def spatialdata(result: Result, relative: PurePath, _: ConvertOptions) -> list[Piece]:
