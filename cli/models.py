@@ -114,8 +114,16 @@ def export(
         Path | None,
         typer.Option(metavar="SLIDE", help="Compare on tiles of this slide too, not only random."),
     ] = None,
-    tile_px: Annotated[int | None, typer.Option(help="Side of a tile in pixels.")] = None,
-    mpp: Annotated[float | None, typer.Option(help="Scale of a tile in um per pixel.")] = None,
+    tile_px: Annotated[
+        int | None,
+        typer.Option(
+            help="Side of a tile in pixels; else the known model's, that of config.json, or 224."
+        ),
+    ] = None,
+    mpp: Annotated[
+        float | None,
+        typer.Option(help="Scale of a tile in um per pixel; needed unless --as names the model."),
+    ] = None,
     mean: Annotated[str | None, typer.Option(help="Mean as R,G,B on the 0..1 scale.")] = None,
     std: Annotated[str | None, typer.Option(help="Deviation as R,G,B on the 0..1 scale.")] = None,
     pooling: Annotated[
@@ -126,10 +134,17 @@ def export(
     ] = None,
     gives: Annotated[
         str | None,
-        typer.Option(help="embedding, prediction, prediction_and_embedding, or mask."),
+        typer.Option(
+            help="embedding (not given: this), prediction, prediction_and_embedding, or mask: "
+            "what the network returns, see below."
+        ),
     ] = None,
     output_names: Annotated[
-        Path | None, typer.Option(help="Text file: names of the predicted values, one a line.")
+        Path | None,
+        typer.Option(
+            help="Text file: names of the predicted values in their order, one a line, no two "
+            "the same."
+        ),
     ] = None,
     input_genes: Annotated[
         Path | None, typer.Option(help="Text file: genes of the bulk RNA input, one a line.")
@@ -151,12 +166,18 @@ def export(
 ) -> None:
     """Write a self-describing, portable .pt2 from weights that you have.
 
+    The network takes normalised images (N, 3, H, W), and with --input-genes bulk RNA (N, G). It
+    returns one tensor, an embedding (N, D) or, with --pooling, tokens (N, T, D); with --gives
+    prediction (N, K), with mask (N, H, W); with prediction_and_embedding both, the prediction
+    first. A tile's row must not depend on the other tiles of the batch.
+
     The file is compared with the network before it gets its name; a file that differs is not
     written. Nothing is downloaded without --from-hub and --accept-licence.
     """
     overrides = {
         "name": name,
-        "tile": _tile(tile_px, mpp, model),
+        "tile_px": tile_px,
+        "mpp": mpp,
         "mean": _triple("--mean", mean),
         "std": _triple("--std", std),
         "pooling": pooling,
@@ -187,6 +208,11 @@ def export(
         overwrite=overwrite,
         tell=lambda words: typer.echo(words, err=True),
     )
+    spec = report.spec
+    tile = f"{spec.tile.size_px} px at {spec.tile.mpp:g} um/px"
+    made = _gives(spec.embedding_dim, spec.prediction_dim, spec.output_kind)
+    typer.echo(f"takes tiles of              {tile}", err=True)
+    typer.echo(f"gives                       {made}", err=True)
     real = "not compared (--verify SLIDE)"
     if report.worst_real is not None:
         real = f"{report.worst_real:.7f}"
@@ -233,19 +259,6 @@ def compile_model(
     say(path)
 
 
-def _tile(tile_px: int | None, mpp: float | None, model: str | None) -> Any:
-    if tile_px is None and mpp is None:
-        return None
-    from bioptimus.models.facts import get_facts
-    from bioptimus.tiles import TileSpec
-
-    known = get_facts(model).spec().tile if model else TileSpec()
-    return TileSpec(
-        size_px=known.size_px if tile_px is None else tile_px,
-        mpp=known.mpp if mpp is None else mpp,
-    )
-
-
 def _triple(option: str, text: str | None) -> tuple[float, ...] | None:
     if text is None:
         return None
@@ -267,9 +280,10 @@ def _names(output_names: Path | None, input_genes: Path | None) -> dict[str, Any
         if path is None:
             continue
         try:
-            names = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as exc:
             raise UsageError(f"{path}: cannot be read: {exc}") from exc
+        names = tuple(line.strip() for line in lines if line.strip())
         found |= {key: names, count: len(names)}
     return found
 

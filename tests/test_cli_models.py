@@ -87,6 +87,7 @@ def test_show_keeps_to_a_pinned_digest(portable: Path, capsys: Captured) -> None
             "'sqrt': known are log1p",
         ),
         (["models", "export", ".", "--as", "nonsense"], 2, "nonsense: no facts"),
+        (["models", "export", "m:lite0"], 2, "lite0: the built-in model is called so; pass anoth"),
         # Before weights are read, or downloaded.
         (["models", "export", ".", "--out", "/"], 2, "--out /: is a folder; name a file"),
         (["models", "export", ".", "-o", "/dev/null/x"], 2, "--out /dev/null: /dev/null is a file"),

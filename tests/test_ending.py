@@ -70,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 
 VIEW = ["view", "results/a.h5", "--no-slide", "--out", "out"]
 EXPORT = ["models", "export", "network:build", "-o", "out/m.pt2", "--tile-px", "8"]
-EXPORT += ["--mean", "0,0,0", "--std", "1,1,1"]
+EXPORT += ["--mpp", "0.5", "--mean", "0,0,0", "--std", "1,1,1"]
 
 
 @pytest.mark.parametrize(

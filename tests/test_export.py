@@ -7,9 +7,10 @@ import platform
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,12 +94,17 @@ def test_what_the_user_left_open_is_filled_in(tmp_path: Path) -> None:
 
 
 def test_a_file_that_differs_from_its_network_is_not_written(tmp_path: Path) -> None:
-    path = tmp_path / "fickle.pt2"
+    path = tmp_path / "other.pt2"
     path.write_text("what was here before")
-    with pytest.raises(CheckpointError, match=r"fickle\.pt2: not written: its results differ"):
-        export_module(Fickle(), COLOURED, path)
+    with pytest.raises(CheckpointError, match=r"other\.pt2: not written: its results differ"):
+        export_module(WhenTraced(2.0), COLOURED, path)
     assert path.read_text() == "what was here before"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["fickle.pt2"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["other.pt2"]
+
+
+def test_a_network_that_gives_something_else_in_each_call_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="flat: the network gives something else in each"):
+        export_module(Fickle(), COLOURED, tmp_path / "fickle.pt2")
 
 
 def test_agreement_is_that_of_the_worst_row_in_direction_and_in_length() -> None:
@@ -205,7 +211,17 @@ sys.exit(main(sys.argv[1:]))
 
 def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path: Path) -> None:
     """torch's writer would end the process, with a page of addresses."""
-    words = ("models", "export", "tests.tiny_models:flat", "--name", "flat", "--tile-px", "8")
+    words = (
+        "models",
+        "export",
+        "tests.tiny_models:flat",
+        "--name",
+        "flat",
+        "--tile-px",
+        "8",
+        "--mpp",
+        "0.5",
+    )
     colours = ("--mean", "0,0,0", "--std", "1,1,1")
     done = subprocess.run(
         [sys.executable, "-c", _HAS_NO_ROOM, *words, *colours, "-o", tmp_path / "f.pt2"],
@@ -243,8 +259,8 @@ torch.set_num_threads(int(sys.argv[2]))
 torch.__version__ = torch.torch_version.TorchVersion("2.13.0+" + sys.argv[3])
 for precision in ("fp32", "bf16"):
     report = export_source(
-        sys.argv[1], Path(precision + ".pt2"), facts_key=None, overrides={"precision": precision},
-        device="cpu", slide=None, hub=False, accept_licence=False,
+        sys.argv[1], Path(precision + ".pt2"), facts_key=None, device="cpu", slide=None, hub=False,
+        overrides={"precision": precision, "mpp": 0.5}, accept_licence=False,
     )
     print(report.worst_random, report.worst_length_error)
 """
@@ -333,8 +349,111 @@ def test_a_model_of_genes_takes_rna_beside_the_tile(tmp_path: Path) -> None:
     assert info.spec is not None
     assert info.spec.output_names == ("A", "B")
     assert info.spec.embedding_dim == 5
-    with pytest.raises(CheckpointError, match="gives 2 outputs, a model that makes embedding"):
+    with pytest.raises(CheckpointError, match=r"returns a tuple of \(N, 2\) and \(N, 5\); for"):
         export_module(Genes(), COLOURED.with_(rna_dim=7), tmp_path / "h.pt2")
+
+
+class Returns(Flat):
+    """Returns what a function makes of (N, 5)."""
+
+    def __init__(self, form: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.form(super().forward(images))
+        return found
+
+
+PAIR = COLOURED.with_(output_kind="prediction_and_embedding")
+NAMED = PAIR.with_(output_names=("a", "b", "c"), prediction_dim=3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "form", "words"),
+    [
+        (COLOURED, lambda e: {"x": e}, "returns a dict with the keys x; for --gives embedding it"),
+        (COLOURED, lambda e: [], "returns a list of nothing; for"),
+        (COLOURED, lambda e: (e, "x"), "returns a tuple of (4, 5) and a str; for"),
+        (COLOURED, lambda e: None, "returns a NoneType; for"),
+        (COLOURED, lambda e: e[:, 0], "returns (N,); for"),
+        (COLOURED, lambda e: e.mean(0), "returns (5,); for"),
+        (COLOURED, lambda e: e[:, :, None], "returns (N, 5, 1); for"),
+        (COLOURED, lambda e: e[:, :, None], "tokens (N, T, D) with --pooling"),
+        (PAIR, lambda e: e, "must return a pair, the prediction (N, K) first"),
+        (NAMED, lambda e: (e, e[:, :3]), "names 3; the prediction must come first, then the emb"),
+        (NAMED, lambda e: (e[:, :2], e), "of 2 values, and --output-names names 3; give as many"),
+        (COLOURED.with_(output_kind="mask"), lambda e: e, "(N, 1, H, W) of the tile's height and"),
+    ],
+)
+def test_a_network_that_returns_something_else_is_told_what_and_what_is_wanted(
+    spec: ModelSpec, form: Callable[[torch.Tensor], Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        export_module(Returns(form), spec, tmp_path / "m.pt2")
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("flat: the network returns ")
+    assert list(tmp_path.iterdir()) == []
+
+
+class AcrossTheBatch(nn.Module):
+    """A transformer that takes the tiles for a sequence: easily done, and mixes them thinly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.tokens = nn.Conv2d(3, 16, 4, 4)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(self.tokens(images).flatten(2).transpose(1, 2))
+        return found.mean(1)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        Returns(lambda e: e - e.mean(0)),
+        Returns(lambda e: e + 0.01 * e.roll(1, 0)),
+        nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.BatchNorm2d(4, track_running_stats=False),
+                      nn.Flatten()),
+        AcrossTheBatch(),
+    ],
+    ids=("centred", "thinly", "statistics", "attention"),
+)  # fmt: skip
+def test_a_network_that_mixes_the_tiles_of_a_batch_is_refused(
+    network: nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="gives a tile alone something else than the same"):
+        export_module(network, COLOURED, tmp_path / "m.pt2")
+
+
+def test_a_network_that_branches_on_its_tiles_is_told_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        export_module(Returns(lambda e: e if e.sum() > 0 else e * 2), COLOURED, tmp_path / "m.pt2")
+    assert "cannot trace it: Could not guard on data-dependent" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "def forward" not in capfd.readouterr().err
+
+
+def test_the_export_says_which_tiles_the_model_takes_and_what_it_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["models", "export", *FLAT, "-o", str(tmp_path / "m.pt2"), "--gives", "prediction"]
+    names = tmp_path / "names.txt"
+    names.write_text("\ufeffé\nb\nc\nd\nf\n", encoding="utf-8")  # as spreadsheets write it
+    assert main([*words, "--mpp", "0.25", "--output-names", str(names)]) == 0
+    told = capsys.readouterr().err
+    assert "takes tiles of              8 px at 0.25 um/px\n" in told
+    assert "gives                       prediction 5\n" in told
+    spec = inspect_archive(tmp_path / "m.pt2").spec
+    assert spec is not None
+    assert spec.output_names[0] == "é"
+    names.write_text("a\nb\nc\na\nf\n")
+    assert main([*words, "--output-names", str(names), "--overwrite"]) == 2
+    assert capsys.readouterr().err.startswith("error: output name 'a' is there more than once")
 
 
 def test_a_folder_in_the_layout_of_h_optimus_0_becomes_a_model(
@@ -352,7 +471,8 @@ def test_a_folder_in_the_layout_of_h_optimus_0_becomes_a_model(
     out = tmp_path / "h0.pt2"
     # By the configuration alone: the table's width is that of the full model.
     arguments = ["models", "export", str(folder), "-o", str(out), "--name", "h0-small",
-                 "--verify", str(example_slide), "--licence", "Apache-2.0"]  # fmt: skip
+                 "--mpp", "0.5", "--verify", str(example_slide),
+                 "--licence", "Apache-2.0"]  # fmt: skip
     assert main(arguments) == 0
     said = capsys.readouterr()
     assert said.out.strip() == str(out)
@@ -377,7 +497,7 @@ def test_a_file_names_no_folder_of_the_machine_that_made_it(tmp_path: Path) -> N
     assert facts.vit is not None
     shape = narrow(facts.vit)
     weights = random_vit(shape, depth=1).state_dict()
-    given = {"name": "m", "mean": (0.1, 0.2, 0.3), "std": (1.0, 1.0, 1.0)}
+    given = {"name": "m", "mpp": 0.5, "mean": (0.1, 0.2, 0.3), "std": (1.0, 1.0, 1.0)}
     made = []
     for person in ("lovelace", "hopper"):
         (tmp_path / person).mkdir()
@@ -394,7 +514,10 @@ def test_a_file_names_no_folder_of_the_machine_that_made_it(tmp_path: Path) -> N
     assert made[0] == made[1], "the same weights are the same model"
 
 
-FLAT = ("tests.tiny_models:flat", "--tile-px", "8", "--mean", "0,0,0", "--std", "1,1,1")
+FLAT = (
+    "tests.tiny_models:flat",
+    *("--tile-px", "8", "--mpp", "0.5", "--mean", "0,0,0", "--std", "1,1,1"),
+)
 
 
 @pytest.mark.parametrize(
@@ -459,8 +582,12 @@ def test_the_configuration_must_name_mean_and_std(tmp_path: Path) -> None:
     folder = hub_folder(tmp_path / "m", shape, random_vit(shape, depth=2).state_dict())
     with pytest.raises(CheckpointError, match="names no mean and std"):
         from_folder(folder)
-    spec = from_folder(folder, overrides={"mean": (0.1, 0.2, 0.3), "std": (1.0, 1.0, 1.0)}).spec
+    colours = {"mean": (0.1, 0.2, 0.3), "std": (1.0, 1.0, 1.0)}
+    with pytest.raises(CheckpointError, match="names no scale; pass --mpp"):
+        from_folder(folder, overrides=colours)
+    spec = from_folder(folder, overrides={**colours, "mpp": 1.0}).spec
     assert spec.mean == (0.1, 0.2, 0.3)
+    assert spec.tile == TileSpec(size_px=shape.image_px, mpp=1.0)
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
         from_folder(folder)
@@ -521,7 +648,11 @@ def test_weights_of_another_model_are_named_by_their_width(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("source", "words"),
-    [("nothing-here", "neither a folder"), ("uni", "add --from-hub"), ("m:f", "--mean and --std")],
+    [
+        ("nothing-here", "neither a folder"),
+        ("uni", "add --from-hub"),
+        ("m:f", "--mpp and --mean and --std"),
+    ],
 )
 def test_a_source_that_is_none_says_what_one_is(source: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):

@@ -225,7 +225,9 @@ def test_a_program_that_would_fill_the_memory_with_one_batch_is_refused(
         assert bool(said) == bool(words)
 
 
-@pytest.mark.parametrize("name", ["a/../b", "..", "", "a\\b", ".hidden", "tab\there", "c:d"])
+@pytest.mark.parametrize(
+    "name", ["a/../b", "..", "", "a\\b", ".hidden", "tab\there", "c:d", "runs", "Runs"]
+)
 def test_a_name_that_no_folder_can_have_is_refused_at_export(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="model name"):
         export_source(

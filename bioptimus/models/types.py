@@ -2,6 +2,7 @@
 
 import math
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -70,6 +71,8 @@ def _name_problem(name: object) -> str:
         return "must have no slashes, colons or control characters: folders are named after it"
     if name != name.strip() or name.startswith("."):
         return "must not begin with a dot, nor begin or end with a space"
+    if name.lower() == "runs":
+        return "is the name of the folder of run reports, in which its results would lie"
     return ""
 
 
@@ -79,7 +82,8 @@ class ModelSpec:
 
     Attributes:
         name: Registry key, or the name its exporter gave. Result folders are called after it:
-            it has no slashes and no control characters, and does not begin with a dot.
+            it has no slashes and no control characters, does not begin with a dot, and is not
+            ``runs``.
         version: Version of the weights.
         licence: SPDX identifier or a short phrase.
         tile: Tile size and scale that the model was trained on.
@@ -93,7 +97,8 @@ class ModelSpec:
         output_kind: What the graph returns: one tensor, or the pair (prediction, embedding).
         embedding_dim: Length of an embedding; 0 where the model makes none.
         prediction_dim: Length of a prediction; 0 where the model makes none.
-        output_names: Names of the predicted values; empty, or ``prediction_dim`` of them.
+        output_names: Names of the predicted values, no two the same; empty, or ``prediction_dim``
+            of them.
         prefix_tokens: Class and register tokens that are not patches.
         pooling: How patch tokens become one embedding (``cls``, ``cls_mean``, ``mean``, ``none``).
         omics_transform: Applied to bulk RNA going in; its inverse (expm1) coming out.
@@ -146,6 +151,11 @@ class ModelSpec:
             raise CheckpointError(
                 f"{self.name}: {len(self.output_names)} output names for "
                 f"{self.prediction_dim} predicted values"
+            )
+        if twice := [name for name, n in Counter(self.output_names).items() if n > 1]:
+            raise CheckpointError(
+                f"{self.name}: output name {shown(twice[0])} is there more than once: values could "
+                "not be told apart by it"
             )
         if self.input_genes and len(self.input_genes) != self.rna_dim:
             raise CheckpointError(

@@ -7,8 +7,8 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -41,6 +41,10 @@ EXAMPLE_BATCH = 16
 LOWEST_COSINE = {"fp32": 0.9999, "bf16": 0.999, "fp16": 0.999}
 """What a program's outputs must reach against the model it was made from, by precision."""
 
+# What a tile alone must reach against the same tile in a batch: in float64 an error of 0.1 %, for a
+# network that mixes the tiles of a batch may mix them thinly; else what precision alone may cost.
+_LOWEST_COSINE_ALONE = {True: 1 - 5e-7, False: LOWEST_COSINE["fp32"]}
+
 # Of the memory that is free, for float64 weights of the reference; the rest is for what a pass
 # makes and for those who use the machine too.
 _SHARE_FOR_WEIGHTS = 0.8
@@ -70,7 +74,9 @@ def trace(module: nn.Module, spec: ModelSpec, *, device: str = "cpu") -> Exporte
                 module, examples, dynamic_shapes=tuple({0: batch} for _ in examples)
             )
     except Exception as exc:  # torch documents no error types; this is its border
-        raise CheckpointError(f"{spec.name}: torch.export cannot trace it: {exc}") from exc
+        raise CheckpointError(
+            f"{spec.name}: torch.export cannot trace it: {first_line(exc)}"
+        ) from exc
     # The examples go into the file; one row is enough of them.
     program.example_inputs = (tuple(example[:1].clone() for example in examples), {})
     for node in program.graph.nodes:
@@ -186,7 +192,8 @@ class TileModel(nn.Module):
     is float32.
 
     Args:
-        network: Takes (N, C, H, W); gives (N, D), tokens (N, T, D), or a tuple of outputs.
+        network: Takes (N, C, H, W); gives (N, D), tokens (N, T, D), or a pair of outputs, the
+            prediction first.
         spec: Mean, std, layout, pooling, prefix tokens, precision.
         dtype: Of the network, where it is another than the specification's precision; for
             float64 everything is, what comes out too.
@@ -213,15 +220,25 @@ class TileModel(nn.Module):
         return self.run(tiles)
 
     def run(self, tiles: torch.Tensor, *extra: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Normalise, compute, pool."""
+        """Normalise, compute, pool.
+
+        Raises:
+            CheckpointError: The network gives something else than tensors.
+        """
         if self.spec.input_layout == "nhwc_uint8":
             tiles = (tiles.permute(0, 3, 1, 2).to(self.outer) / 255.0 - self.mean) / self.std
         images = tiles.to(self.dtype, memory_format=torch.contiguous_format)
         outputs = self.network(images, *(values.to(self.dtype) for values in extra))
         if isinstance(outputs, torch.Tensor):
             outputs = (outputs,)
+        if (
+            not isinstance(outputs, (tuple, list))
+            or not outputs
+            or not all(isinstance(each, torch.Tensor) for each in outputs)
+        ):
+            raise _wrong_form(self.spec, _form(outputs))
         *others, last = (output.to(self.outer) for output in outputs)
-        if self.spec.makes_embedding and last.ndim == 3:
+        if self.spec.makes_embedding and last.ndim == 3 and self.spec.pooling != "none":
             last = pool_tokens(
                 last, pooling=self.spec.pooling, prefix_tokens=self.spec.prefix_tokens
             )
@@ -245,6 +262,39 @@ def tile_model(
     return (TileAndRnaModel if spec.rna_dim else TileModel)(network, spec, dtype=dtype)
 
 
+_FORMS = {
+    "embedding": "one tensor (N, D), or tokens (N, T, D) with --pooling cls, mean or cls_mean",
+    "prediction": "one tensor (N, K)",
+    "prediction_and_embedding": (
+        "a pair, the prediction (N, K) first, then the embedding (N, D), or tokens (N, T, D) with "
+        "--pooling"
+    ),
+    "mask": "one tensor (N, H, W) or (N, 1, H, W) of the tile's height and width",
+}
+"""What a network must return, by what the user says that it gives; N are the tiles."""
+
+
+def _wrong_form(spec: ModelSpec, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{spec.name}: the network returns {found}; for --gives {spec.output_kind} it must return "
+        f"{_FORMS[spec.output_kind]}"
+    )
+
+
+def _form(outputs: object, *, rows: int = -1) -> str:
+    """What a network returned, in words; of tensors the shapes, of which ``rows`` is called N."""
+    if isinstance(outputs, torch.Tensor):
+        sizes = ["N" if size == rows else str(int(size)) for size in outputs.shape[:1]]
+        sizes += [str(int(size)) for size in outputs.shape[1:]]
+        return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+    if isinstance(outputs, (tuple, list)):
+        listed = " and ".join(_form(each, rows=rows) for each in outputs)
+        return f"a {type(outputs).__name__} of {listed or 'nothing'}"
+    if isinstance(outputs, Mapping):
+        return f"a {type(outputs).__name__} with the keys {', '.join(map(str, outputs))}"
+    return f"a {type(outputs).__name__}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
     """How near two runs are to each other, at the worst of their rows.
@@ -260,7 +310,10 @@ class Agreement:
 
     def within(self, precision: str) -> bool:
         """Whether it is what a program of this precision must reach."""
-        lowest = LOWEST_COSINE[precision]
+        return self.reaches(LOWEST_COSINE[precision])
+
+    def reaches(self, lowest: float) -> bool:
+        """Whether it is at least that of a cosine of ``lowest``, in direction and in length."""
         # A cosine of c stands for an error of sqrt(2 (1 - c)) lengths across the row: along it,
         # no more than that is allowed either.
         return self.cosine >= lowest and self.length_error <= math.sqrt(2 * (1 - lowest))
@@ -349,14 +402,17 @@ def _export(
         extra = [values[:1].expand(len(real_tiles), -1) for values in batches[0][1:]]
         batches.append([_as_input(real_tiles, spec), *extra])
     wanted, compared_to = _reference(network, spec, batches, device=device)
-    spec = _complete(spec, wanted[0])
+    spec = _complete(spec, wanted[0], rows=len(batches[0][0]))
     if not all(torch.isfinite(output).all() for outputs in wanted for output in outputs):
         raise CheckpointError(
             f"{spec.name}: the network itself gives NaN or infinity; are its weights and its mean "
             "and deviation right?"
         )
+    _refuse_mixed_tiles(network, spec, batches[0], wanted[0], device=device)
     network.to(_DTYPES[spec.precision])
-    program = trace(tile_model(network, spec).to(device), spec, device=device)
+    # torch prints all of a network that it cannot trace, before it raises.
+    with redirect_stderr(io.StringIO()):
+        program = trace(tile_model(network, spec).to(device), spec, device=device)
     _write(program, spec, candidate)
     runner = open_runner(candidate, device=device, spec=spec)
     found = [agreement(w, runner(*batch)) for w, batch in zip(wanted, batches, strict=True)]
@@ -385,6 +441,8 @@ def _reference(
     if not reason:
         try:
             return _eager(network, spec, batches, dtype=torch.float64, device=device), "float64"
+        except CheckpointError:
+            raise  # what it returns has a wrong form, in any precision
         except Exception as exc:  # noqa: BLE001 - the user's own code; anything may come out
             # Such as a network that names float32 inside, or activations that do not fit.
             words = "".join(c if c.isprintable() else " " for c in first_line(exc))
@@ -393,6 +451,8 @@ def _reference(
             release_frames(exc)
     try:
         found = _eager(network, spec, batches, dtype=torch.float32, device=device)
+    except CheckpointError:
+        raise
     except Exception as exc:  # the user's own code; anything may come out of it
         raise CheckpointError(
             f"{spec.name}: the network fails on {spec.tile.size_px} px tiles: {first_line(exc)}"
@@ -454,14 +514,82 @@ def _as_input(tiles: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
     return floats
 
 
-def _complete(spec: ModelSpec, outputs: Sequence[torch.Tensor]) -> ModelSpec:
-    """Widths that the specification leaves open, from what the network gave."""
-    if len(outputs) != len(expected_outputs(spec)):
+def _refuse_mixed_tiles(
+    network: nn.Module,
+    spec: ModelSpec,
+    batch: Sequence[torch.Tensor],
+    together: Sequence[torch.Tensor],
+    *,
+    device: str,
+) -> None:
+    """Refuse a network in which the tiles of a batch have a part in each other's results.
+
+    A slide's tiles are batched as they come, so its results would be different ones in each run.
+
+    Args:
+        network: As the reference left it, of its dtype.
+        spec: Of the model.
+        batch: Some tiles, with their further inputs.
+        together: What the network gives for them.
+        device: Where the network is.
+
+    Raises:
+        CheckpointError: A tile alone has another result, or every call has.
+    """
+    dtype = together[0].dtype
+    singles = [[values[i : i + 1] for values in batch] for i in range(len(batch[0]))]
+    rows = _eager(network, spec, singles, dtype=dtype, device=device)
+    alone = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    found = agreement(together, alone)
+    lowest = _LOWEST_COSINE_ALONE[dtype == torch.float64]
+    if not found.reaches(lowest):
+        (again,) = _eager(network, spec, [batch], dtype=dtype, device=device)
+        if not agreement(together, again).reaches(lowest):
+            raise CheckpointError(
+                f"{spec.name}: the network gives something else in each call, though in evaluation "
+                "mode; is there a dropout, or a random number, that is never off?"
+            )
         raise CheckpointError(
-            f"{spec.name}: the network gives {len(outputs)} outputs, a model that makes "
-            f"{spec.output_kind.replace('_', ' ')} gives {len(expected_outputs(spec))}"
+            f"{spec.name}: the network gives a tile alone something else than the same tile in a "
+            f"batch of {len(singles)} (worst {found}); results would depend on the batch, so let "
+            "no layer mix tiles (such as batch statistics, or attention along the first axis)"
         )
+
+
+def _complete(spec: ModelSpec, outputs: Sequence[torch.Tensor], *, rows: int) -> ModelSpec:
+    """Check what the network gave, and take the widths that the specification leaves open.
+
+    Args:
+        spec: Says what it should give.
+        outputs: What it gave, pooled.
+        rows: Number of tiles that it was given.
+
+    Raises:
+        CheckpointError: It is something else.
+    """
+    found = _form(tuple(outputs) if len(outputs) > 1 else outputs[0], rows=rows)
+    side = spec.tile.size_px
+    shapes = {(rows, side, side), (rows, 1, side, side)} if spec.output_kind == "mask" else None
+    if len(outputs) != len(expected_outputs(spec)) or not all(
+        tuple(output.shape) in shapes if shapes else output.ndim == 2 and len(output) == rows
+        for output in outputs
+    ):
+        raise _wrong_form(spec, found)
     changes = {}
+    if spec.makes_prediction:
+        width = outputs[0].shape[-1]
+        if spec.prediction_dim not in (0, width):
+            other_way = len(outputs) == 2 and outputs[1].shape[-1] == spec.prediction_dim
+            advice = (
+                "; the prediction must come first, then the embedding"
+                if other_way
+                else "; give as many names as there are values"
+            )
+            raise CheckpointError(
+                f"{spec.name}: the network returns {found}: a prediction of {width} values, and "
+                f"--output-names names {spec.prediction_dim}{advice}"
+            )
+        changes["prediction_dim"] = width
     if spec.makes_embedding:
         width = outputs[-1].shape[-1]
         if spec.embedding_dim not in (0, width):
@@ -470,8 +598,6 @@ def _complete(spec: ModelSpec, outputs: Sequence[torch.Tensor]) -> ModelSpec:
                 f"{spec.embedding_dim}; are these the weights of another model?"
             )
         changes["embedding_dim"] = width
-    if spec.makes_prediction and not spec.prediction_dim:
-        changes["prediction_dim"] = outputs[0].shape[-1]
     return spec.with_(**changes)
 
 

@@ -12,13 +12,13 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bioptimus.errors import CheckpointError, UsageError
 from bioptimus.models.facts import FACTS, Facts, get_facts
-from bioptimus.models.types import ModelSpec
+from bioptimus.models.types import Models, ModelSpec
 from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.runners import require_device
 from bioptimus.tiles import TileSpec
@@ -77,7 +77,7 @@ def from_folder(
         if isinstance(exc, CheckpointError):
             raise
         raise CheckpointError(f"{folder}: config.json cannot be understood: {exc}") from exc
-    spec = spec.with_(**given)
+    spec = _with(spec, given)
     # By their digest alone: the folder's name is this machine's, may be a person's, and would make
     # another model of the same weights.
     spec = spec.with_(source_sha256=_digest_of(files))
@@ -194,7 +194,8 @@ def export_source(
         source: A folder, ``module:function``, or with ``hub`` a key of the facts table.
         out: The file to write; ``<name>.pt2`` in the current folder if not given.
         facts_key: Which model of the facts table it is.
-        overrides: Fields of the specification that the user sets.
+        overrides: Fields of the specification that the user sets; of its tile as ``tile_px`` and
+            ``mpp``.
         device: Where to trace.
         slide: Compare on tiles of this slide too.
         hub: Download the weights.
@@ -211,7 +212,10 @@ def export_source(
     _check_overrides(overrides)
     if out is not None and out.is_dir():
         raise UsageError(f"{out}: is a folder; name the file to write, such as {out / 'model.pt2'}")
-    path = out or Path(_file_name(source, facts_key, overrides, hub=hub))
+    name = _name(source, facts_key, overrides, hub=hub)
+    if name == Models.LITE0:
+        raise UsageError(f"{name}: the built-in model is called so; pass another --name")
+    path = out or Path(f"{name}.pt2")
     if path.exists() and not overwrite:
         raise UsageError(f"{path}: is there already; pass --overwrite, or another name with --out")
     require_device(device)  # before anything is downloaded
@@ -219,7 +223,7 @@ def export_source(
         found = from_hub(source, accept_licence=accept_licence, overrides=overrides, tell=tell)
     elif ":" in source and not Path(source).exists():
         base = get_facts(facts_key).spec() if facts_key else _undescribed(source, overrides)
-        found = from_function(source, base.with_(**overrides))
+        found = from_function(source, _with(base, overrides))
     elif Path(source).is_dir():
         found = from_folder(Path(source), facts_key=facts_key, overrides=overrides)
     else:
@@ -233,13 +237,11 @@ def export_source(
     return export_module(found.network, found.spec, path, device=device, real_tiles=tiles)
 
 
-def _file_name(
-    source: str, facts_key: str | None, overrides: Mapping[str, Any], *, hub: bool
-) -> str:
-    """The file is called after the model, whose name is known before its weights are read."""
+def _name(source: str, facts_key: str | None, overrides: Mapping[str, Any], *, hub: bool) -> str:
+    """What the model will be called, which is known before its weights are read."""
     _, _, function = source.partition(":")
     name = source if hub else facts_key or function or Path(source).resolve().name
-    return f"{overrides.get('name', name)}.pt2"
+    return str(overrides.get("name", name))
 
 
 def sample_tiles(slide: Path, spec: ModelSpec, *, count: int = 4) -> torch.Tensor:
@@ -266,19 +268,27 @@ def sample_tiles(slide: Path, spec: ModelSpec, *, count: int = 4) -> torch.Tenso
     return torch.from_numpy(np.stack(tiles[:count]))
 
 
+def _with(spec: ModelSpec, overrides: Mapping[str, Any]) -> ModelSpec:
+    """The specification with what the user says; the rest of a tile stays as it is."""
+    given = dict(overrides)
+    size_px, mpp = given.pop("tile_px", spec.tile.size_px), given.pop("mpp", spec.tile.mpp)
+    return spec.with_(tile=replace(spec.tile, size_px=size_px, mpp=mpp), **given)
+
+
 def _check_overrides(overrides: Mapping[str, Any]) -> None:
     try:
-        ModelSpec(name="model").with_(**overrides)
-    except CheckpointError as exc:
+        _with(ModelSpec(name="model"), overrides)
+    except (CheckpointError, UsageError) as exc:
         raise UsageError(str(exc).removeprefix("model: ")) from exc
 
 
 def _undescribed(reference: str, overrides: Mapping[str, Any]) -> ModelSpec:
-    missing = [f"--{key}" for key in ("mean", "std") if key not in overrides]
+    missing = [f"--{key}" for key in ("mpp", "mean", "std") if key not in overrides]
     if missing:
+        # A wrong scale is told by nothing that comes out.
         raise UsageError(
-            f"{reference}: pass {' and '.join(missing)} (0,0,0 and 1,1,1 if the network "
-            "normalises by itself), or --as KEY"
+            f"{reference}: pass {' and '.join(missing)} of its training (um per pixel; mean and "
+            "deviation 0,0,0 and 1,1,1 if the network normalises by itself), or --as KEY"
         )
     return ModelSpec(name=overrides.get("name") or reference.partition(":")[2])
 
@@ -309,6 +319,11 @@ def _spec_of(folder: Path, config: dict[str, Any], given: Mapping[str, Any]) -> 
     if mean is None or std is None:
         raise CheckpointError(
             f"{folder}: config.json names no mean and std; pass --as KEY, or --mean and --std"
+        )
+    if "mpp" not in given:
+        raise CheckpointError(
+            f"{folder}: config.json names no scale; pass --mpp with the um per pixel of its "
+            "training, or --as KEY"
         )
     size = pretrained.get("input_size") or [3, config.get("image_size", 224)]
     args = config.get("model_args") or {}
