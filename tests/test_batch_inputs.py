@@ -17,8 +17,8 @@ from bioptimus.batch.inputs import (
     find_inputs,
     output_path,
     strip_extension,
-    write_list,
 )
+from bioptimus.batch.lists import write_list
 from bioptimus.errors import UsageError
 
 

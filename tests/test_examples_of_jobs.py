@@ -10,7 +10,8 @@ from pathlib import Path
 import h5py
 import pytest
 
-from bioptimus.batch.inputs import DICOM_EXTENSIONS, SLIDE_EXTENSIONS
+from bioptimus.batch.dicom_series import DICOM_EXTENSIONS
+from bioptimus.batch.inputs import SLIDE_EXTENSIONS
 from tests.conftest import EXAMPLE_SLIDE, ROOT
 from tests.slurm import SlurmCluster, missing_for_slurm
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bioptimus import embed_slide, open_result
-from bioptimus.batch.inputs import find_inputs, write_list
+from bioptimus.batch.inputs import find_inputs
+from bioptimus.batch.lists import write_list
 from bioptimus.errors import BioptimusError, UsageError
 from bioptimus.io.wsi import Slide
 from bioptimus.planning import require_tissue_file

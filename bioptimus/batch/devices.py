@@ -22,7 +22,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Protocol
 
-from bioptimus.batch.inputs import write_list
+from bioptimus.batch.lists import write_list
 from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import RUNS_FOLDER, is_left_to_another_job, merge_reports
 from bioptimus.batch.run import RunConfig, RunListener, RunResult, Work, list_work, run

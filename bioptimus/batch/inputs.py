@@ -6,30 +6,24 @@ silence. No slide is opened here; of DICOM files the first few kilobytes are rea
 they belong to.
 """
 
-import csv
-import difflib
 import glob
-import io
-import math
 import os
 import re
 import stat
-import struct
 import sys
 import unicodedata
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import NamedTuple, TextIO
 
+from bioptimus.batch.dicom_series import DicomFolder, may_be_dicom
+from bioptimus.batch.lists import LIST_EXTENSION, Row, listed_relative, parse_list, read_list
 from bioptimus.counting import counted
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.io.refusals import why_unreadable
-from bioptimus.io.resolution import PLAUSIBLE_MPP, is_plausible
-
-DICOM_EXTENSIONS = (".dcm", ".dicom")
 
 # Longest first: ``a.ome.tiff`` loses ``.ome.tiff``, not ``.tiff``.
 SLIDE_EXTENSIONS = (
@@ -54,7 +48,6 @@ SLIDE_EXTENSIONS = (
 PICTURE_EXTENSIONS = (".jpeg", ".jpg", ".png")
 _PICTURE = "picture; taken only when named"
 
-LIST_EXTENSION = ".csv"
 # People name lists so, but other files as well.
 _TEXT_EXTENSIONS = (".txt", ".tsv", ".lst", ".list")
 
@@ -75,13 +68,6 @@ FOREIGN_EXTENSIONS = {
 
 # File systems take 255 bytes, and a run makes <name>.claim.<32 digits>.now beside a result.
 _LONGEST_RESULT_NAME = 255 - len(".claim.") - 32 - len(".now")
-
-# How lists that are written here hold names that are no UTF-8; such slides fail by themselves.
-_ODD_BYTES = "surrogatepass"
-
-# Columns of a CSV list that mean something here; all others are carried into the report.
-SLIDE_COLUMN = "slide"
-KNOWN_COLUMNS = (SLIDE_COLUMN, "mpp", "mask", "bulk_rna", "relative_path", "size_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,29 +200,6 @@ def strip_extension(name: str) -> str:
     return name
 
 
-def write_list(path: Path, slides: Iterable[SlideInput]) -> None:
-    """Freeze slides as a CSV that ``find_inputs`` reads back to the same slides and results.
-
-    Paths are written absolute and sizes are looked up, so that every task of an array deals the
-    slides out alike, whatever its working directory and whatever arrives meanwhile.
-    """
-    rows = list(slides)
-    further = sorted({name for slide in rows for name in slide.extra})
-    with path.open("w", encoding="utf-8", errors=_ODD_BYTES, newline="") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow([*KNOWN_COLUMNS, *further])
-        for slide in rows:
-            known = (
-                slide.path.absolute(),
-                slide.mpp,
-                slide.mask and slide.mask.absolute(),
-                slide.bulk_rna and slide.bulk_rna.absolute(),
-                slide.relative.as_posix(),
-                slide.size(),
-            )
-            writer.writerow([*known, *(slide.extra.get(name) for name in further)])
-
-
 def companions(path: Path) -> tuple[Path, ...]:
     """List the files that a slide of several files cannot be read without.
 
@@ -252,25 +215,13 @@ def companions(path: Path) -> tuple[Path, ...]:
         return tuple(sorted(p for p in path.with_suffix("").glob("*") if p.is_file()))
     if extension in (".vms", ".vmu"):
         return _files_named_in(path)
-    if _may_be_dicom(path.name):
-        series = _DicomFolder.read(path.parent).series_of(path)
+    if may_be_dicom(path.name):
+        series = DicomFolder.read(path.parent).series_of(path)
         return tuple(p for p in series if p != path)
     return ()
 
 
 # Everything below turns arguments into slides.
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """What a list says about its slide; of a slide given directly, nothing."""
-
-    mpp: float | None = None
-    mask: Path | None = None
-    bulk_rna: Path | None = None
-    relative: PurePath | None = None
-    size_bytes: int | None = None
-    extra: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Finder:
@@ -285,7 +236,7 @@ class _Finder:
         self._excluded = {os.path.realpath(path) for path in exclude}
         self._passed_over: dict[str, Path] = {}
         self._real_folders: dict[str, str] = {}
-        self._dicom_folders: dict[Path, _DicomFolder] = {}
+        self._dicom_folders: dict[Path, DicomFolder] = {}
 
     def take_argument(self, argument: str) -> None:
         path = Path(argument)
@@ -294,13 +245,13 @@ class _Finder:
         if argument == "-":
             self._take_list("standard input", self._stdin.read(), folder=Path())
         elif os.path.isdir(path):  # false where Path.is_dir raises: the name may be anything
-            self._take_folder(path, _Row())
+            self._take_folder(path, Row())
         elif glob.has_magic(argument) and not os.path.lexists(path):
             self._take_glob(argument)
         elif path.suffix.lower() == LIST_EXTENSION:
-            self._take_list(argument, _read_text(path), folder=path.parent)
+            self._take_list(argument, read_list(path), folder=path.parent)
         else:
-            self._take_file(path, PurePath(path.name), _Row())
+            self._take_file(path, PurePath(path.name), Row())
 
     def left_out(self) -> Iterator[Skipped]:
         """What was skipped, but for pictures met in a folder that were named besides."""
@@ -319,7 +270,7 @@ class _Finder:
                     f"{slides[0]}; move them out of it or name them"
                 )
 
-    def _take_folder(self, folder: Path, row: _Row) -> None:
+    def _take_folder(self, folder: Path, row: Row) -> None:
         met, skipped = self._met, len(self.skipped)
         try:
             os.scandir(folder).close()
@@ -337,7 +288,7 @@ class _Finder:
                 f"{folder}: no slides in this folder{_summary(self.skipped[skipped:])}{told}"
             )
 
-    def _walk(self, folder: Path, below: PurePath, row: _Row) -> None:
+    def _walk(self, folder: Path, below: PurePath, row: Row) -> None:
         """Search a folder to the bottom, links to folders last: a slide keeps its real place."""
         seen: set[str] = set()
         waiting = deque([(folder, below)])
@@ -348,7 +299,7 @@ class _Finder:
         self,
         folder: Path,
         below: PurePath,
-        row: _Row,
+        row: Row,
         seen: set[str],
         links: deque[tuple[Path, PurePath]],
     ) -> None:
@@ -398,13 +349,13 @@ class _Finder:
             path = Path(match)
             if path.is_dir():
                 if "**" not in pattern:  # which matches what is in its folders by itself
-                    self._walk(path, path.relative_to(base), _Row())
+                    self._walk(path, path.relative_to(base), Row())
             elif extension.lower() == LIST_EXTENSION:
                 self.take_argument(match)
             elif not names_kind and (reason := _file_reason(path)):
                 self.skipped.append(Skipped(path, reason))
             else:
-                self._take_file(path, path.relative_to(base), _Row(), found=True)
+                self._take_file(path, path.relative_to(base), Row(), found=True)
         if self._met == met:
             raise UsageError(
                 f"{pattern}: no slide matches this pattern{_summary(self.skipped[skipped:])}"
@@ -412,29 +363,29 @@ class _Finder:
 
     def _take_list(self, name: str, text: str, *, folder: Path) -> None:
         met = self._met
-        for slide, row in _parse_list(name, text, folder, self.notes):
+        for slide, row in parse_list(name, text, folder, self.notes):
             path = folder / slide
             if os.path.isdir(path):
                 self._take_listed_folder(name, path, row)
             else:
-                self._take_file(path, _listed_relative(slide, folder), row)
+                self._take_file(path, listed_relative(slide, folder), row)
         if self._met == met:
             raise UsageError(f"{name}: no slides in this list")
 
-    def _take_listed_folder(self, name: str, folder: Path, row: _Row) -> None:
+    def _take_listed_folder(self, name: str, folder: Path, row: Row) -> None:
         met = self._met
         self._take_folder(folder, row)
-        if row != _Row() and self._met - met > 1:
+        if row != Row() and self._met - met > 1:
             raise UsageError(
                 f"{name}: {folder} is a folder of {self._met - met} slides, so its row can hold "
                 "no values; give each slide a row"
             )
 
-    def _take_file(self, path: Path, relative: PurePath, row: _Row, *, found: bool = False) -> None:
+    def _take_file(self, path: Path, relative: PurePath, row: Row, *, found: bool = False) -> None:
         """Add one slide; ``found`` says that it was met in a folder rather than named."""
         problem = _problem(path)
         series: tuple[Path, ...] = ()
-        if problem is None and _may_be_dicom(path.name):
+        if problem is None and may_be_dicom(path.name):
             dicom = self._dicom_folder(path.parent)
             if found and (reason := dicom.not_a_slide(path)):
                 self.skipped.append(Skipped(path, reason))
@@ -464,7 +415,7 @@ class _Finder:
         self._add(key, slide)
 
     def _series_name(
-        self, dicom: "_DicomFolder", series: Sequence[Path], relative: PurePath
+        self, dicom: "DicomFolder", series: Sequence[Path], relative: PurePath
     ) -> PurePath:
         """Return what a DICOM series is named after: its folder, where it is the only one there.
 
@@ -500,9 +451,9 @@ class _Finder:
             reason = f"same file as {first.path}"
         self.skipped.append(Skipped(slide.path, reason))
 
-    def _dicom_folder(self, folder: Path) -> "_DicomFolder":
+    def _dicom_folder(self, folder: Path) -> "DicomFolder":
         if folder not in self._dicom_folders:
-            self._dicom_folders[folder] = _DicomFolder.read(folder)
+            self._dicom_folders[folder] = DicomFolder.read(folder)
         return self._dicom_folders[folder]
 
     def _real_folder(self, folder: Path) -> str:
@@ -542,7 +493,7 @@ def _file_reason(path: Path) -> str | None:
     name = path.name.lower()
     if name.startswith("."):
         return "hidden"
-    if name.endswith(SLIDE_EXTENSIONS) or _may_be_dicom(name):
+    if name.endswith(SLIDE_EXTENSIONS) or may_be_dicom(name):
         return None
     if name.endswith(PICTURE_EXTENSIONS):
         return _PICTURE
@@ -684,142 +635,6 @@ def _folder_name(model_name: str) -> str:
     return name
 
 
-# Lists.
-
-
-# What may stand above the column names of a CSV: remarks, and what tells Excel the delimiter.
-_NO_HEADER = ("#", "sep=")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig", errors=_ODD_BYTES)
-    except OSError as exc:
-        raise UsageError(f"{path}: this list cannot be read: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise UsageError(f"{path}: this list is not UTF-8 text; save it as UTF-8 CSV") from exc
-
-
-def _parse_list(name: str, text: str, folder: Path, notes: list[str]) -> Iterator[tuple[str, _Row]]:
-    """Yield each slide as written and its row, from a CSV or from plain lines of paths."""
-    # Not by splitlines(), which also cuts at what a name may hold.
-    lines = [line.strip() for line in text.split("\n")]
-    header = next((line for line in lines if line and not line.startswith(_NO_HEADER)), "")
-    # Spreadsheets write semicolons where the comma is the decimal sign.
-    delimiter = max(",;\t", key=header.count)
-    columns = [cell.strip().lower() for cell in _cells(header, delimiter)]
-    if SLIDE_COLUMN not in columns:
-        if name.lower().endswith(LIST_EXTENSION):
-            raise UsageError(
-                f"{name}: no column {SLIDE_COLUMN!r} in its first line; found: "
-                f"{', '.join(columns) or 'nothing'}"
-            )
-        if text.endswith("\0"):  # as from find -print0, which ends names as they are
-            yield from ((path, _Row()) for path in text.split("\0") if path)
-        else:
-            yield from ((line, _Row()) for line in lines if line and not line.startswith("#"))
-        return
-    if twice := [column for column, count in Counter(columns).items() if count > 1]:
-        raise UsageError(f"{name}: column {twice[0]!r} is there twice")
-    notes.extend(_near_misses(name, columns))
-    past_header = False
-    for number, cells in _rows(name, text, delimiter):
-        if not any(cell.strip() for cell in cells):
-            continue
-        if not past_header:
-            # Remarks may stand above it; below it, a slide may have such a name.
-            past_header = not cells[0].lstrip().startswith(_NO_HEADER)
-            continue
-        where = f"{name}, line {number}"
-        if len(cells) > len(columns):
-            raise UsageError(f"{where}: {len(cells)} cells for {len(columns)} columns")
-        values = {c: v.strip() for c, v in zip(columns, cells, strict=False) if v.strip()}
-        slide = values.pop(SLIDE_COLUMN, "")
-        if not slide:
-            raise UsageError(f"{where}: no slide")
-        if "mpp" in values and delimiter != ",":
-            values["mpp"] = values["mpp"].replace(",", ".")
-        yield os.path.expanduser(slide), _parse_row(where, values, folder)
-
-
-def _near_misses(name: str, columns: Sequence[str]) -> Iterator[str]:
-    """Tell of columns that mean nothing here, and are called almost as one that does."""
-    # Not of the slide's: "slide_id" is a column that people have.
-    missing = [known for known in KNOWN_COLUMNS if known not in columns]
-    for column in columns:
-        near = difflib.get_close_matches(column, missing, n=1, cutoff=0.8)
-        if near and column not in KNOWN_COLUMNS:
-            yield (
-                f"{name}: the column {column!r} is only carried into the report; is {near[0]!r} "
-                "meant?"
-            )
-
-
-def _rows(name: str, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each row's last line, and its cells."""
-    # Strict, or a quote that is not closed would make one name of all that follows.
-    reader = csv.reader(io.StringIO(text), delimiter=delimiter, strict=True)
-    before = 0
-    try:
-        for cells in reader:
-            before = reader.line_num
-            yield before, cells
-    except csv.Error as exc:
-        raise UsageError(f"{name}, line {before + 1}: {exc}; is a quote not closed?") from exc
-
-
-def _cells(line: str, delimiter: str) -> list[str]:
-    try:
-        return next(csv.reader([line], delimiter=delimiter), [])
-    except csv.Error:
-        return []  # too long for a cell, and for any line of column names
-
-
-def _parse_row(where: str, values: dict[str, str], folder: Path) -> _Row:
-    def path(column: str) -> Path | None:
-        value = values.pop(column, None)
-        return folder / os.path.expanduser(value) if value else None
-
-    mpp = values.pop("mpp", None)
-    size = values.pop("size_bytes", None)
-    relative = PurePath(values.pop("relative_path", ""))
-    if relative.is_absolute() or ".." in relative.parts:
-        raise UsageError(f"{where}: relative_path {relative} leaves the output folder")
-    if size is not None and not size.isdecimal():
-        raise UsageError(f"{where}: size_bytes {size!r} is not a number of bytes")
-    return _Row(
-        mpp=None if mpp is None else _parse_mpp(where, mpp),
-        mask=path("mask"),
-        bulk_rna=path("bulk_rna"),
-        relative=relative if relative.name else None,
-        size_bytes=None if size is None else int(size),
-        extra=values,
-    )
-
-
-def _parse_mpp(where: str, text: str) -> float:
-    try:
-        mpp = float(text)
-    except ValueError:
-        mpp = math.nan
-    if not is_plausible(mpp):
-        least, most = PLAUSIBLE_MPP
-        raise UsageError(
-            f"{where}: mpp {text!r} is not a number of µm per pixel from {least:g} to {most:g}"
-        )
-    return mpp
-
-
-def _listed_relative(slide: str, folder: Path) -> PurePath:
-    """Return where a listed slide lies below its list's folder; its bare name if elsewhere."""
-    path = PurePath(slide)
-    if path.is_absolute() and path.is_relative_to(folder.absolute()):
-        path = path.relative_to(folder.absolute())
-    if path.is_absolute() or ".." in path.parts:
-        return PurePath(path.name)
-    return path
-
-
 # Slides of several files.
 
 _MIRAX_INDEX = "slidedat.ini"
@@ -834,142 +649,3 @@ def _files_named_in(index: Path) -> tuple[Path, ...]:
     names = {line.partition("=")[2].strip() for line in text.splitlines()}
     paths = (index.parent / name for name in names if name and name == PurePath(name).name)
     return tuple(sorted(p for p in paths if p != index and p.is_file()))
-
-
-def _may_be_dicom(name: str) -> bool:
-    # Archives export names such as 1.2.840.113 or IM0001: no extension, or one of digits.
-    extension = PurePath(name).suffix.lower()
-    return extension in DICOM_EXTENSIONS or not extension.strip(".0123456789")
-
-
-_SLIDE_MODALITY = "SM"
-
-
-class _DicomHeader(NamedTuple):
-    modality: str
-    series_uid: str
-
-
-class _DicomFolder:
-    """The DICOM files of one folder, grouped to series, from their first few kilobytes."""
-
-    def __init__(self, headers: Mapping[Path, _DicomHeader | None]) -> None:
-        self._headers = headers
-        self._series: dict[str, list[Path]] = {}
-        for path, header in sorted(headers.items()):
-            if header and header.series_uid and header.modality in ("", _SLIDE_MODALITY):
-                self._series.setdefault(header.series_uid, []).append(path)
-
-    @classmethod
-    def read(cls, folder: Path) -> "_DicomFolder":
-        try:
-            with os.scandir(folder) as entries:
-                names = [e.name for e in entries if _may_be_dicom(e.name) and e.is_file()]
-        except OSError:
-            names = []
-        shown = (folder / name for name in names if not name.startswith("."))
-        return cls({path: _dicom_header(path) for path in shown})
-
-    def series_of(self, path: Path) -> tuple[Path, ...]:
-        """Return every file of the series in order of name; empty if it is in none."""
-        header = self._headers.get(path)
-        return tuple(self._series.get(header.series_uid, ())) if header else ()
-
-    def is_only(self, path: Path) -> bool:
-        """Whether a file's series has the folder to itself, but for slides that are no DICOM."""
-        return path in self.series_of(path) and len(self._series) == 1
-
-    def not_a_slide(self, path: Path) -> str | None:
-        """Say why a file met in a folder is no slide; None if it is one, or a damaged one."""
-        header = self._headers.get(path)
-        if header is None:
-            # A broken .dcm is a slide that fails, not a file to pass over.
-            return None if path.suffix.lower() in DICOM_EXTENSIONS else "unknown extension"
-        if header.modality not in ("", _SLIDE_MODALITY):
-            return f"DICOM of modality {header.modality}, not {_SLIDE_MODALITY} (slide microscopy)"
-        return None
-
-
-# Tags as one number, group in the upper half.
-_TRANSFER_SYNTAX = 0x0002_0010
-_MODALITY = 0x0008_0060
-_SERIES_UID = 0x0020_000E
-_ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFE_E000, 0xFFFE_E00D, 0xFFFE_E0DD
-_UNDEFINED_LENGTH = 0xFFFF_FFFF
-_IMPLICIT_LITTLE = "1.2.840.10008.1.2"
-_UNREADABLE_HERE = ("1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99")  # big-endian, deflated
-_LONG_FORMS = {b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT"}
-_LONG_FORMS |= {b"UV"}
-# The series is named before any pixel; icons and long sequences before it still fit the last.
-_HEADER_READS_BYTES = (16 << 10, 1 << 20, 16 << 20)
-
-
-def _dicom_header(path: Path) -> _DicomHeader | None:
-    """Read modality and series of a DICOM file; None if it is none, or damaged."""
-    try:
-        with path.open("rb") as stream:
-            data = b""
-            for wanted in _HEADER_READS_BYTES:
-                data += stream.read(wanted - len(data))
-                if data[128:132] != b"DICM":
-                    return None
-                try:
-                    return _parse_dicom(data)
-                except RecursionError:
-                    return None  # no scanner nests so deep
-                except struct.error:  # ran off the end of what was read
-                    if len(data) < wanted:
-                        return None
-    except OSError:
-        return None
-    return None
-
-
-def _parse_dicom(data: bytes) -> _DicomHeader | None:
-    values: dict[int, str] = {}
-    offset, implicit = 132, False
-    while True:
-        tag, value, after = _element(data, offset, implicit=implicit and not _in_meta(data, offset))
-        if tag > _SERIES_UID:
-            return _DicomHeader(values.get(_MODALITY, ""), "")
-        if tag in (_TRANSFER_SYNTAX, _MODALITY, _SERIES_UID):
-            values[tag] = data[value:after].decode("ascii", "replace").strip(" \0")
-        if tag == _TRANSFER_SYNTAX:
-            if values[tag] in _UNREADABLE_HERE:
-                return None
-            implicit = values[tag] == _IMPLICIT_LITTLE
-        if tag == _SERIES_UID:
-            return _DicomHeader(values.get(_MODALITY, ""), values[tag])
-        offset = after
-
-
-def _in_meta(data: bytes, offset: int) -> bool:
-    # The file's own group is explicit, whatever the rest is.
-    return data[offset : offset + 2] == b"\x02\x00"
-
-
-def _element(data: bytes, offset: int, *, implicit: bool) -> tuple[int, int, int]:
-    """Return an element's tag, where its value starts, and where the next element does."""
-    group, number = struct.unpack_from("<HH", data, offset)
-    tag = group << 16 | number
-    kind = data[offset + 4 : offset + 6]
-    if implicit or group == 0xFFFE:
-        (length,), value = struct.unpack_from("<I", data, offset + 4), offset + 8
-    elif kind in _LONG_FORMS:
-        (length,), value = struct.unpack_from("<I", data, offset + 8), offset + 12
-    else:
-        (length,), value = struct.unpack_from("<H", data, offset + 6), offset + 8
-    if length == _UNDEFINED_LENGTH:
-        # Sequences nested in a sequence of unknown kind are written implicitly.
-        return tag, value, _skip_items(data, value, implicit=implicit or kind == b"UN")
-    if value + length > len(data):
-        raise struct.error("element longer than what was read")
-    return tag, value, value + length
-
-
-def _skip_items(data: bytes, offset: int, *, implicit: bool) -> int:
-    """Return where a sequence, or an item of it, of undefined length ends."""
-    while True:
-        tag, _, offset = _element(data, offset, implicit=implicit)
-        if tag in (_ITEM_END, _SEQUENCE_END):
-            return offset

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bioptimus.batch.inputs import SlideInput, write_list
+from bioptimus.batch.inputs import SlideInput
+from bioptimus.batch.lists import write_list
 from bioptimus.counting import counted
 from bioptimus.errors import OutputError, SubmitError, UsageError
 from bioptimus.kinds import check_kinds
