@@ -5,8 +5,9 @@
 #   benchmarks/gpu.sh                       everything; stops itself after nine minutes
 #   benchmarks/gpu.sh --device cpu --small  every step in small on a CPU, to see that it runs
 #
-# Needs the package's dependencies with a CUDA build of torch, a C++ compiler, nvidia-smi, about
-# 12 GB of disk in $TMPDIR, and no network.
+# Needs the package's dependencies with a CUDA build of torch, a C++ compiler, the CUDA toolkit,
+# nvidia-smi, about 12 GB of disk in $TMPDIR, and no network. Whether results are right on many
+# threads, without memory and after a fault, tests/test_on_gpu.py tells before it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
