@@ -6,6 +6,7 @@ written as it arrives; whatever ends the slide early leaves a part file that a r
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import math
@@ -39,6 +40,7 @@ from bioptimus.errors import (
     release_frames,
 )
 from bioptimus.inference.layout import digest_of
+from bioptimus.inference.results import open_result
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
 from bioptimus.io.crew import Crew
@@ -399,6 +401,12 @@ def _is_done(
     if found is None:
         return False
     report.state, report.reason, report.output = "skipped", "done already", str(job.output)
+    # Damage is for others to tell: the run has nothing to do with this slide.
+    with contextlib.suppress(OutputError):
+        result = open_result(job.output)
+        report.tiles_failed = len(result.failed_tiles)
+        report.tiles_done = report.tiles_resumed = len(result)
+        report.tiles_planned = report.tiles_done + report.tiles_failed
     return True
 
 

@@ -214,6 +214,11 @@ def test_second_run_skips_what_is_done_and_other_parameters_are_refused(
     assert bioptimus("embed", EXAMPLE_SLIDE, "--out", out).returncode == 0
     assert "4 runs: 1 ok; 50 tiles" in bioptimus("report", out).stdout
     assert [row.state for row in collect(out).slides] == ["ok"]
+    # What a run found done counts as what it is, also where nothing else tells of it.
+    shutil.rmtree(out / "runs")
+    assert bioptimus("embed", EXAMPLE_SLIDE, "--out", out).returncode == 0
+    assert "1 run: 1 skipped; 50 tiles" in bioptimus("report", out).stdout
+    assert [(row.state, row.tiles_done) for row in collect(out).slides] == [("ok", 50)]
 
 
 BAD_INPUTS = {

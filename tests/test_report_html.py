@@ -202,6 +202,16 @@ def test_a_skip_says_nothing_new_about_a_finished_slide(out: Path) -> None:
     assert entry(out, "slides/a/one.svs").tiles_per_second == first.tiles_per_second
 
 
+def test_tiles_of_a_slide_that_is_only_known_as_done_are_those_of_its_file(out: Path) -> None:
+    first = entry(out, "slides/a/one.svs")
+    (out / "runs" / "1.json").unlink()
+    found = record("slides/a/one.svs", "skipped", output=str(first.output))
+    write_run(out, "22", ["slides/a/one.svs"], [found])
+    again = entry(out, "slides/a/one.svs")
+    assert first.tiles_done
+    assert (again.tiles_done, again.tiles_failed) == (first.tiles_done, first.tiles_failed)
+
+
 def test_a_result_that_has_gone_is_a_failure(out: Path) -> None:
     (out / "lite0" / "a" / "one.h5").unlink()
     found = entry(out, "slides/a/one.svs")

@@ -234,6 +234,9 @@ def _joined(reported: SlideEntry | None, found: SlideEntry) -> SlideEntry:
         return replace(reported, state="failed", reason=found.reason)
     if reported.state in ("failed", "stopped"):
         return reported  # the finished file of a run before does not undo this
+    if reported.state == "skipped":
+        # Its own run is not told of any more; earlier versions counted no tiles of such a slide.
+        reported = replace(reported, tiles_planned=None, tiles_done=None, tiles_failed=None)
     return replace(
         reported,
         state=found.state,
