@@ -1,7 +1,9 @@
 """Names that hold line ends or brackets: one line each in what is printed, whole in lists."""
 
+import ast
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from bioptimus.errors import BioptimusError, UsageError
 from bioptimus.io.wsi import Slide
 from bioptimus.planning import require_tissue_file
 from cli.main import main
+from tests.conftest import ROOT
 from tests.slides import tissue, write_pyramid
 
 ODD, SHOWN = "a\nb\x1b[2J.tif", r"a\nb\x1b[2J.tif"
@@ -185,3 +188,30 @@ def test_such_a_name_is_our_error_in_python_too(tmp_path: Path) -> None:
                 call(Path(name))
         with pytest.raises(UsageError, match="no such mask"):
             require_tissue_file(name)
+
+
+def _forgets_encoding(call: ast.Call) -> bool:
+    given = {keyword.arg for keyword in call.keywords}
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if "encoding" in given:
+        return False
+    if name in ("read_text", "write_text") or "text" in given:
+        return True
+    if name != "open":
+        return False
+    mode = call.args[-1] if call.args else ast.Constant("r")
+    return (
+        isinstance(mode, ast.Constant) and re.fullmatch(r"[rwax]t?\+?", str(mode.value)) is not None
+    )
+
+
+def test_text_is_utf8_whatever_the_locale_says() -> None:
+    """Else it is the locale's: in one of ASCII not even the built-in model could be loaded."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for folder in ("bioptimus", "cli")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and _forgets_encoding(node)
+    ]
+    assert not found

@@ -325,7 +325,7 @@ def _machine() -> str:
     machines copied from one image have the same.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
@@ -355,7 +355,7 @@ def _runs_unseen(pid: int) -> bool:
 def _start_ticks(pid: int) -> int | None:
     """Return when a process started; None if there is none, or only its remains."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     # The name in brackets may hold spaces and brackets itself.

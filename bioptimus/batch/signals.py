@@ -77,7 +77,11 @@ class StopFlag:
             The process; the caller waits for it. A stop that came while it started is passed on.
         """
         child: subprocess.Popen[str] = subprocess.Popen(
-            arguments, process_group=0, text=True, **{"stdin": subprocess.DEVNULL, **options}
+            arguments,
+            process_group=0,
+            encoding="utf-8",
+            errors="replace",
+            **{"stdin": subprocess.DEVNULL, **options},
         )
         self._children.append(child)
         if self._signal is not None:

@@ -212,7 +212,11 @@ class ArrayJob:
                 f"sbatch {shlex.quote(str(self.script))}"
             )
         done = subprocess.run(
-            [program, "--parsable", str(self.script)], capture_output=True, text=True, check=False
+            [program, "--parsable", str(self.script)],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
         )
         if done.returncode != 0:
             raise SubmitError(f"{self.script}: sbatch refused it: {_one_line(done.stderr)}")

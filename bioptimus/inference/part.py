@@ -397,7 +397,7 @@ def _boot_id() -> bytes:
     durable rows are resumed there.
     """
     try:
-        words = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        words = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         words = f"{os.uname().nodename[:20]} {os.getpid()}"
     return words.encode()[:_BOOT_BYTES].ljust(_BOOT_BYTES, b"\0")

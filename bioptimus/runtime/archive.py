@@ -223,7 +223,7 @@ def _remembered(path: Path, what: str, find: Any) -> str:
     )  # fmt: skip
     entry = cache_folder("checksums") / hashlib.sha256(identity.encode()).hexdigest()
     with contextlib.suppress(OSError):
-        if found := entry.read_text():
+        if found := entry.read_text(encoding="utf-8"):
             return found
     value: str = find(path)
     after = path.stat()
@@ -235,7 +235,7 @@ def _remembered(path: Path, what: str, find: Any) -> str:
 def _write_quietly(entry: Path, value: str) -> None:
     temporary = beside(entry)
     try:
-        temporary.write_text(value)
+        temporary.write_text(value, encoding="utf-8")
         temporary.replace(entry)
     except OSError as exc:
         # A full disk costs the next start some seconds, nothing else.

@@ -68,8 +68,8 @@ def _content_key(weights: Path) -> str:
     digest = hashlib.sha256()
     for text in (
         file_sha256(weights),
-        Path(__file__).with_name("lite0.py").read_text(),
-        Path(__file__).with_name("export.py").read_text(),
+        Path(__file__).with_name("lite0.py").read_text(encoding="utf-8"),
+        Path(__file__).with_name("export.py").read_text(encoding="utf-8"),
         json.dumps(get_spec(Models.LITE0).to_dict()),
         version("torch"),
     ):
@@ -113,7 +113,7 @@ def _turn(lock: Path) -> Iterator[None]:
     """Wait for others who make the same file; where that cannot be, do not."""
     with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
+            fcntl.flock(stack.enter_context(lock.open("wb")), fcntl.LOCK_EX)
         except OSError as exc:
             log.debug("no file locks at %s: %s", lock, exc)
         yield

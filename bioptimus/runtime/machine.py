@@ -12,7 +12,7 @@ from bioptimus.runtime.archive import ArchiveInfo
 def processor_features() -> frozenset[str]:
     """Features of this machine's CPU as Linux names them, upper case; empty where not known."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return frozenset()
     found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
@@ -35,7 +35,7 @@ def free_memory(device: str) -> int:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
     try:
-        text = Path("/proc/meminfo").read_text()
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
     except OSError:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
@@ -46,9 +46,9 @@ def free_memory(device: str) -> int:
 def _left_in_container(group: Path, *, otherwise: int) -> int:
     """What a control group's limit leaves, pages of files that can be dropped not counted."""
     try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        text = (group / "memory.stat").read_text()
+        limit = int((group / "memory.max").read_text(encoding="utf-8"))
+        used = int((group / "memory.current").read_text(encoding="utf-8"))
+        text = (group / "memory.stat").read_text(encoding="utf-8")
     except (OSError, ValueError):  # no limit, or another kind of system
         return otherwise
     droppable = re.search(r"^inactive_file (\d+)$", text, re.MULTILINE)

@@ -302,7 +302,7 @@ def _read_config(folder: Path, *, needed: bool) -> dict[str, Any]:
         path = folder / name
         if path.exists():
             try:
-                merged |= json.loads(path.read_text())
+                merged |= json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError, TypeError) as exc:
                 raise CheckpointError(f"{path}: cannot be read: {exc}") from exc
         elif name == "config.json" and needed:

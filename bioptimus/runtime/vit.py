@@ -322,7 +322,9 @@ def read_weights(folder: Path) -> tuple[Weights, list[Path]]:
         if single.exists():
             return read_safetensors(single), [single]
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
             if any("/" in name for name in names):
                 raise CheckpointError(f"{index}: names files outside the folder")
             merged: Weights = {}
