@@ -139,10 +139,16 @@ def main(arguments: list[str] | None = None) -> int:
         notes = getattr(exc, "__notes__", [])
         _print_error("; ".join([str(exc), *notes]), code, as_json=as_json)
     except OSError as exc:
+        if verbose:
+            traceback.print_exc()
         # A name that no file can have: typed, or left by a variable that holds something else.
         if exc.errno == errno.ENAMETOOLONG:
             code = EXIT_USAGE
             text = f"{exc.filename}: {exc.strerror}; check the path"
+        # One below a folder that the user may not enter: whether it is there cannot be told.
+        elif exc.errno == errno.EACCES and exc.filename is not None:
+            code = EXIT_USAGE
+            text = f"{exc.filename}: {exc.strerror}; check its permissions and its folders'"
         # Whatever has a name told it. This is a log on a full disk, say.
         elif exc.errno in _CANNOT_WRITE and exc.filename is None:
             drop_unsaid()

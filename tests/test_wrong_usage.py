@@ -1,7 +1,9 @@
 """Wrong usage is exit code 2 and one line, found before any work is done."""
 
+import errno
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,42 @@ def test_folder_that_may_not_be_written_is_refused(
     monkeypatch.setattr(os, "statvfs", lambda path: read_only)
     with pytest.raises(UsageError, match=r"\. cannot be written \(Read-only file system\)"):
         refuse_unwritable(Path("new") / "below", option="--out")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["models", "export", "a:b", "--mean", "0,0,0", "--std", "1,1,1", "-o", "closed/x"],
+        ["models", "show", "closed/x"],
+        ["report", ".", "--html", "closed/x"],
+        ["report", "closed/x"],
+        ["tiles", SLIDE, "--csv", "closed/x"],
+        ["view", "closed/x"],
+        ["verify", "closed/x"],
+        ["convert", "closed/x", "--to", "npz", "--out", "out"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_path_below_a_folder_that_may_not_be_entered_is_one_line(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: Sequence[str],
+) -> None:
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if str(path) == "closed/x":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    # Root may enter every folder.
+    monkeypatch.setattr(os, "stat", refuse)
+    assert main(list(words)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    if sys.version_info < (3, 14):  # later ones take it for a path that is not there
+        assert line == "error: closed/x: Permission denied; check its permissions and its folders'"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder nobody can write in")
