@@ -58,10 +58,13 @@ def prepare_environment() -> None:
     if "torch" not in sys.modules and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
-    # Where the user has set the older name, that one counts. Only Linux has builds for CUDA, and an
-    # older torch than we ask for would stop at the word.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and sys.platform == "linux" and _has_catch_all():
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_free_catch_all:True")
+    # Of the two names torch reads the older one first. Only Linux has builds for CUDA, and an older
+    # torch than we ask for would stop at the word.
+    older = "PYTORCH_CUDA_ALLOC_CONF"
+    name = older if older in os.environ else "PYTORCH_ALLOC_CONF"
+    given = os.environ.get(name, "")
+    if "pinned_free_catch_all" not in given and sys.platform == "linux" and _has_catch_all():
+        os.environ[name] = f"{given},pinned_free_catch_all:True".lstrip(",")
 
 
 def _has_catch_all() -> bool:
