@@ -28,6 +28,7 @@ from bioptimus import __version__
 from bioptimus.errors import (
     BioptimusError,
     CheckpointError,
+    LostDeviceError,
     OutOfDeviceMemoryError,
     OutputError,
     RequestError,
@@ -745,7 +746,7 @@ class _SlideWork:
                     raise result
             if isinstance(failure, OutOfDeviceMemoryError):
                 self._halve_batch(batch_size, failure)
-            elif failure is not None and retried:
+            elif failure is not None and (retried or isinstance(failure, LostDeviceError)):
                 raise failure
             elif failure is not None:
                 retried = True

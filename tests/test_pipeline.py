@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from bioptimus import pipeline
-from bioptimus.errors import OutOfDeviceMemoryError
+from bioptimus.errors import LostDeviceError, OutOfDeviceMemoryError
 from bioptimus.inference.schemas import ModelRequest
 from bioptimus.io.wsi import OpenOptions, TileReader
 from bioptimus.models.clients.local import InProcessClient
@@ -249,6 +249,17 @@ def test_error_of_a_slide_keeps_its_cause_and_none_of_the_tiles(
     gc.collect()
     left = [each for each in gc.get_objects() if type(each) is ModelRequest]
     assert len(left) == len(others)
+
+
+def test_a_lost_device_is_not_asked_once_more(
+    slide: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lose(call: int, tiles: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        raise LostDeviceError("the device failed")
+
+    report = run(slide, Runner(lose))
+    assert isinstance(report.error, LostDeviceError)
+    assert "asking once more" not in caplog.text
 
 
 def test_out_of_memory_halves_the_batch_says_so_once_and_loses_nothing(slide: Path) -> None:
