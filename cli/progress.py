@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -292,6 +292,18 @@ def one_line(text: object) -> str:
 def say(text: object, *, err: bool = False) -> None:
     """Print one line on stdout, or on stderr."""
     typer.echo(one_line(text), err=err)
+
+
+def say_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
+    """Print rows of cells in columns, numbers at the right.
+
+    The last column is a line's open end: a terminal that is too narrow wraps it, whole.
+    """
+    cells = [*zip(heads, *rows, strict=True)][:-1]
+    widths = [max(map(len, column)) for column in cells]
+    for *row, last in (heads, *rows):
+        padded = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        say(f"{'  '.join(padded)}  {last}", err=err)
 
 
 def print_result(path: str) -> None:

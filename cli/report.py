@@ -7,7 +7,7 @@ import typer
 
 from bioptimus.counting import counted
 from bioptimus.errors import UsageError
-from cli.progress import HELD, say, without_name
+from cli.progress import HELD, say, say_table, without_name
 
 
 def report(
@@ -73,7 +73,7 @@ _PARTS = ("total", "open", "tissue", "read", "wait", "forward", "write")
 
 def _print_slides(summary: Any) -> None:
     """A table of all slides; of several models each slide's line ends with the model."""
-    heads = ("state", "tiles", "failed", "tiles/s", *(f"{part} s" for part in _PARTS))
+    heads = ("state", "tiles", "failed", "tiles/s", *(f"{part} s" for part in _PARTS), "slide")
     rows = [
         (
             record["state"],
@@ -81,13 +81,11 @@ def _print_slides(summary: Any) -> None:
             str(record["tiles_failed"]),
             f"{record.get('tiles_per_second', 0):.0f}",
             *(f"{record['seconds'].get(part, 0):.1f}" for part in _PARTS),
+            slide,
         )
-        for record in summary.slides.values()
+        for slide, record in summary.slides.items()
     ]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for cells, name in zip([heads, *rows], ["slide", *summary.slides], strict=True):
-        padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        say(f"{'  '.join(padded)}  {name}")
+    say_table(heads, rows)
 
 
 def _print_text(summary: Any) -> None:

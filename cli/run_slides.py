@@ -13,9 +13,9 @@ from cli.progress import (
     drop_unsaid,
     event_line,
     left_out,
-    one_line,
     rate_text,
     say,
+    say_table,
     without_name,
 )
 
@@ -169,30 +169,25 @@ def run_config(options: Mapping[str, Any], mode: "InferenceMode") -> "RunConfig"
 
 def _show_table(result: "RunResult") -> None:
     """The run's table on stderr: every input and its state."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     if not result.reports:
         say("nothing to do: this share of the inputs is empty", err=True)
         return
     for line in left_out(result.skipped):
         say(line, err=True)
     if sys.stderr.isatty():
-        table = Table("slide", "state", "tiles", "failed tiles", "tiles/s", "seconds", "reason")
-        for report in result.reports:
-            cells = (
-                report.slide,
+        heads = ("state", "tiles", "failed", "tiles/s", "seconds", "slide")
+        rows = [
+            (
                 report.state,
                 str(report.tiles_done),
                 str(report.tiles_failed),
                 rate_text(report),
                 f"{report.seconds.total:.1f}",
-                without_name(report.reason, report.slide),
+                ": ".join(filter(None, (report.slide, without_name(report.reason, report.slide)))),
             )
-            # As text: in a string, a name in brackets would be markup.
-            table.add_row(*(Text(one_line(cell)) for cell in cells))
-        Console(stderr=True, soft_wrap=True).print(table)
+            for report in result.reports
+        ]
+        say_table(heads, rows, err=True)
     summary = ", ".join(f"{count} {state}" for state, count in _counts(result).items())
     say(f"{summary}; report: {result.run_file}", err=True)
 

@@ -81,6 +81,21 @@ def test_terminal_shows_brackets_in_names_as_they_are(
     assert f" {BRACKETS}: " in capsys.readouterr().err
 
 
+def test_table_at_the_end_of_a_run_is_whole_on_a_narrow_terminal(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    slides = [str(tmp_path / f"a folder of a long name and {number}.svs") for number in (1, 2)]
+    assert main(["embed", *slides, "--model", str(model), "--out", str(tmp_path / "out")]) == 1
+    told = capsys.readouterr().err.splitlines()
+    for slide in slides:
+        (line,) = (
+            line for line in told if line.endswith(f"  {slide}: no such file; check the path")
+        )
+        assert line.split()[:3] == ["failed", "0", "0"]
+
+
 def test_events_of_a_name_that_is_no_utf8_are_json(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -339,7 +339,9 @@ def notes(out: Path) -> list[str]:
 def test_a_renamed_copy_is_found_as_such(tmp_path: Path) -> None:
     path = make_result(tmp_path / "tiny" / "a.h5")
     (tmp_path / "tiny" / "b.h5").write_bytes(path.read_bytes())
-    assert problems(tmp_path) == ["tiny/b.h5: says name of coords is a, the file's name b"]
+    assert problems(tmp_path) == [
+        "tiny/b.h5: was renamed: inside it is called a; call it a.h5 again"
+    ]
     assert notes(tmp_path) == [f"tiny/b.h5: holds the same slide and model as {path}"]
 
 

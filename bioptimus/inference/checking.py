@@ -141,7 +141,9 @@ def _contradictions(result: Result) -> Iterator[str]:
     """Facts that the file tells twice, and not alike."""
     root, tile, mpp = result.attributes, result.tile, result.mpp
     coords, parameters = result.coords_attributes, _parameters(result)
-    name = result.path.stem
+    # Readers of other tools take it from there.
+    if (name := coords.get("name")) not in (None, result.path.stem):
+        yield f"was renamed: inside it is called {name}; call it {name}.h5 again"
     said_twice: list[tuple[str, object, str, object]] = [
         ("patch_size of coords", coords.get("patch_size"), "tile_size_px", tile.size_px),
         ("patch_size_level0 of coords", coords.get("patch_size_level0"),
@@ -155,7 +157,6 @@ def _contradictions(result: Result) -> Iterator[str]:
          "slide_width", result.dimensions[0]),
         ("level0_height of coords", coords.get("level0_height"),
          "slide_height", result.dimensions[1]),
-        ("name of coords", coords.get("name"), "the file's name", name),
     ]  # fmt: skip
     said_twice += [
         (f"{parameter!r} of digest_parameters", parameters.get(parameter), attribute, value)

@@ -94,8 +94,8 @@ def _header(run: RunData) -> str:
     tiles = sum(entry.tiles_done or 0 for entry in run.slides)
     seconds = sum(_total_seconds(entry) for entry in run.slides)
     figures = [
-        (f"{len(run.slides):,}", "slides"),
-        (f"{tiles:,}", "tiles"),
+        (f"{len(run.slides):,}", "slide" if len(run.slides) == 1 else "slides"),
+        (f"{tiles:,}", "tile" if tiles == 1 else "tiles"),
         (f"{states['failed'] + states['missing'] + states['stopped']:,}", "not done"),
     ]
     if seconds:
