@@ -36,7 +36,7 @@ def run_file(
         command=(),
         model=model,
         parameters=parameters or {},
-        inputs=["a.svs", "b.svs", "c.svs"],
+        inputs={f"{name}.svs": f"{model}/{name}.h5" for name in "abc"},
         skipped=(),
         versions={},
     )
@@ -165,6 +165,40 @@ def test_slide_is_the_same_through_a_link_to_its_folder(
     assert [each["state"] for each in summary.slides.values()] == ["ok", "ok", "ok"]
     assert not summary.missing
     assert [entry.state for entry in collect(tmp_path).slides] == ["ok", "ok", "ok"]
+
+
+def test_slide_that_moved_counts_once_as_its_new_place_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    runs: dict[str, dict[str, SlideState]] = {
+        "old": {"a": "failed", "b": "ok"}, "new": {"a": "ok", "b": "skipped"},
+    }  # fmt: skip
+    for folder, states in runs.items():
+        if folder == "old":
+            (tmp_path / "old").mkdir()
+            for name in "ab":
+                (tmp_path / "old" / f"{name}.svs").touch()
+        else:
+            (tmp_path / "old").rename(tmp_path / "new")
+        monkeypatch.chdir(tmp_path / folder)
+        with closing(run_file(out)) as run:
+            for name, state in states.items():
+                output = "" if state == "failed" else str(out / "m" / f"{name}.h5")
+                run.add(SlideReport(slide=f"{name}.svs", state=state, output=output))
+    for name in "ab":
+        (out / "m").mkdir(exist_ok=True)
+        (out / "m" / f"{name}.h5").touch()
+    found = read_runs(out)
+    new = tmp_path / "new"
+    assert {slide: each["state"] for slide, each in found.slides.items()} == {
+        f"{new}/a.svs": "ok", f"{new}/b.svs": "skipped",
+    }  # fmt: skip
+    assert found.missing == ["c.svs", "c.svs"], "no run did it, at neither place"
+    # Another slide whose result would have the same name is another slide.
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "a.svs").touch()
+    assert read_runs(out).slides[str(tmp_path / "old" / "a.svs")]["state"] == "failed"
 
 
 @pytest.mark.parametrize("out", ["ri", "results/ri"])

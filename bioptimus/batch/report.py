@@ -149,11 +149,20 @@ class RunFile:
         command: Sequence[str],
         model: str,
         parameters: dict[str, Any],
-        inputs: Iterable[str],
+        inputs: Mapping[str, str],
         skipped: Iterable[tuple[str, str]],
         versions: dict[str, str],
     ) -> None:
         """Create the file and write what is known before the first slide.
+
+        Args:
+            out: The output folder.
+            command: The command line.
+            model: Name of the model.
+            parameters: Options of the run.
+            inputs: Slides as the run names them, with their result files below the folder.
+            skipped: (path, reason) of files that no run takes.
+            versions: Library → version.
 
         Raises:
             UsageError: The folder cannot be made or written.
@@ -192,6 +201,7 @@ class RunFile:
             {
                 "kind": "inputs",
                 "slides": list(inputs),
+                "results": list(inputs.values()),
                 "skipped": [{"path": path, "reason": reason} for path, reason in skipped],
             }
         )
@@ -378,6 +388,7 @@ class Accounts:
         self.runs: list[dict[str, Any]] = []
         self.skipped: dict[str, str] = {}
         self._planned: dict[tuple[str, str], str] = {}
+        self._results: dict[tuple[str, str], str] = {}
         self._told: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._held: set[tuple[str, str]] = set()
 
@@ -387,7 +398,10 @@ class Accounts:
         if kind == "run":
             self.runs.append(record)
         elif kind == "inputs":
-            self._planned.update((self.keys.of(run, slide), slide) for slide in record["slides"])
+            keys = [self.keys.of(run, slide) for slide in record["slides"]]
+            self._planned.update(zip(keys, record["slides"], strict=True))
+            # Files of earlier versions do not tell them.
+            self._results.update(zip(keys, record.get("results", ()), strict=False))
             self.skipped.update((each["path"], each["reason"]) for each in record["skipped"])
         elif kind == "slide":
             key = self.keys.of(run, record["slide"])
@@ -400,11 +414,38 @@ class Accounts:
 
     def slides(self) -> dict[tuple[str, str], dict[str, Any]]:
         """The record that counts of each slide and model."""
-        return {key: _that_counts(told) for key, told in self._told.items()}
+        stand = {key: _that_counts(told) for key, told in self._told.items()}
+        moved = self._moved(stand)
+        return {key: record for key, record in stand.items() if key not in moved}
 
     def missing(self) -> dict[tuple[str, str], str]:
         """Slides that a run was given and none accounted for, as it named them."""
-        return {key: slide for key, slide in self._planned.items() if key not in self._told}
+        moved = self._moved({key: _that_counts(told) for key, told in self._told.items()})
+        return {
+            key: slide
+            for key, slide in self._planned.items()
+            if key not in self._told and key not in moved
+        }
+
+    def _moved(self, stand: Mapping[tuple[str, str], dict[str, Any]]) -> set[tuple[str, str]]:
+        """Slides that are not there any more, and whose result another one has that is there.
+
+        As where they were moved: what is told of the new path counts.
+
+        Args:
+            stand: The record that counts, by slide and model.
+        """
+        of_result: dict[str, list[tuple[str, str]]] = {}
+        for key, result in self._results.items():
+            of_result.setdefault(result, []).append(key)
+        moved: set[tuple[str, str]] = set()
+        for keys in of_result.values():
+            if len(keys) == 1:
+                continue
+            gone = {key for key in keys if not os.path.lexists(key[0])}
+            if any(_is_done(stand.get(key)) for key in keys if key not in gone):
+                moved |= gone
+        return moved
 
     def _checked(self, record: dict[str, Any]) -> dict[str, Any]:
         output = record["output"]
@@ -431,6 +472,10 @@ class Accounts:
             runs=self.runs,
             models=models,
         )
+
+
+def _is_done(record: dict[str, Any] | None) -> bool:
+    return record is not None and record["state"] in ("ok", "empty", "skipped")
 
 
 def _that_counts(told: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -251,7 +251,9 @@ def run(
             command=config.command,
             model=work.model.spec.name,
             parameters=_parameters(config),
-            inputs=[str(job.path) for job in work.jobs],
+            inputs={
+                str(job.path): job.output.relative_to(config.out).as_posix() for job in work.jobs
+            },
             skipped=(*skipped, *work.skipped),
             versions=library_versions(),
         )
