@@ -1,5 +1,6 @@
 """The ``bioptimus`` command, and ``python -m cli`` in its stead."""
 
+import io
 import os
 import sys
 
@@ -7,6 +8,7 @@ import sys
 def run() -> None:
     """Run the command line and end the process with its exit code."""
     _open_closed_streams()
+    _hold_what_is_not_taken()
     try:
         # Here, so that a Ctrl-C while it is loading ends like any other.
         from cli.ending import end_on_signals
@@ -30,6 +32,18 @@ def _open_closed_streams() -> None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - for good
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
+
+
+def _hold_what_is_not_taken() -> None:
+    """Have what a disk that fills takes a part of told as an error.
+
+    With PYTHONUNBUFFERED, as containers set it, text goes to the system directly, and what the
+    system does not take of it is dropped without a word.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(sys.stdout.buffer, io.RawIOBase):
+        encoding, errors = sys.stdout.encoding, sys.stdout.errors
+        held = io.BufferedWriter(sys.stdout.detach())
+        sys.stdout = io.TextIOWrapper(held, encoding, errors, line_buffering=True)
 
 
 if __name__ == "__main__":

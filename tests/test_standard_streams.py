@@ -60,3 +60,18 @@ def test_full_disk_under_the_output_of_a_command_is_one_line() -> None:
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: standard output: {os.strerror(errno.ENOSPC)}")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_a_full_disk_takes_a_part_of_is_told(unbuffered: str, tmp_path: Path) -> None:
+    """Python without buffers, as containers have it, drops the rest without a word."""
+    told = tmp_path / "models.json"
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -f 8; exec "$@" > "$0"', told, sys.executable, "-m", "cli", "models",
+         "list", "--json"],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    assert told.stat().st_size in (4096, 8192)  # a shell's block has 512 or 1,024 bytes
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output: File too large; send it elsewhere\n"
