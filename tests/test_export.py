@@ -428,6 +428,17 @@ def test_a_network_that_mixes_the_tiles_of_a_batch_is_refused(
         export_module(network, COLOURED, tmp_path / "m.pt2")
 
 
+def test_a_mask_may_come_with_an_axis_of_its_one_channel(tmp_path: Path) -> None:
+    report = export_module(
+        nn.Conv2d(3, 1, 3, padding=1), COLOURED.with_(output_kind="mask"), tmp_path / "m.pt2"
+    )
+    signature = inspect_archive(report.path).signature
+    assert signature is not None
+    assert [str(output) for output in signature.outputs] == ["float32 (N, 8, 8)"]
+    with pytest.raises(CheckpointError, match=r"returns \(N, 2, 8, 8\); for --gives mask"):
+        export_module(nn.Conv2d(3, 2, 1), report.spec, tmp_path / "n.pt2")
+
+
 def test_a_network_that_branches_on_its_tiles_is_told_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

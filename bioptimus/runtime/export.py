@@ -238,6 +238,8 @@ class TileModel(nn.Module):
         ):
             raise _wrong_form(self.spec, _form(outputs))
         *others, last = (output.to(self.outer) for output in outputs)
+        if self.spec.output_kind == "mask" and last.ndim == 4 and last.shape[1] == 1:
+            last = last[:, 0]
         if self.spec.makes_embedding and last.ndim == 3 and self.spec.pooling != "none":
             last = pool_tokens(
                 last, pooling=self.spec.pooling, prefix_tokens=self.spec.prefix_tokens
