@@ -284,9 +284,13 @@ def choose_progress(*, log_json: bool) -> LineProgress:
     return BarProgress() if sys.stderr.isatty() else LineProgress()
 
 
+# Bytes of a name that is not UTF-8, as the run's report writes them.
+_ODD_BYTES = {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
+
+
 def one_line(text: object) -> str:
-    """A text that may hold names of files, fit for one line of a terminal or a list."""
-    return str(text).translate(_CONTROLS)
+    """A text that may hold names of files, fit for one line of a terminal."""
+    return str(text).translate(_CONTROLS | _ODD_BYTES)
 
 
 def say(text: object, *, err: bool = False) -> None:
@@ -308,7 +312,7 @@ def say_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool 
 
 def print_result(path: str) -> None:
     """A result's path, alone on a line of stdout."""
-    path = one_line(path)
+    path = path.translate(_CONTROLS)
     # Names are bytes to the system and need not be UTF-8: they leave as they came.
     sys.stdout.flush()
     if hasattr(sys.stdout, "buffer"):

@@ -3,6 +3,7 @@
 import ast
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from bioptimus.batch.inputs import find_inputs
 from bioptimus.batch.lists import write_list
 from bioptimus.errors import BioptimusError, UsageError
 from bioptimus.io.wsi import Slide
+from bioptimus.json_lines import json_line
 from bioptimus.planning import require_tissue_file
 from cli.main import main
+from cli.progress import one_line
 from tests.conftest import ROOT
 from tests.slides import tissue, write_pyramid
 
@@ -230,3 +233,9 @@ def test_text_is_utf8_whatever_the_locale_says() -> None:
         if isinstance(node, ast.Call) and _forgets_encoding(node)
     ]
     assert not found
+
+
+def test_bytes_that_are_no_utf8_are_printed_as_the_report_writes_them() -> None:
+    name = os.fsdecode(b"caf\xe9\n.svs")
+    assert one_line(name) == r"caf\xe9\n.svs"
+    assert json.loads(json_line({"slide": name}))["slide"] == "caf\\xe9\n.svs"
