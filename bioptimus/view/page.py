@@ -505,7 +505,8 @@ class Page:
 
 
 def _shortened(words: str, most: int) -> str:
-    """Middle left out, so that both ends of a long name stay."""
+    """Fit for one line of a page: middle left out, so that both ends of a long name stay."""
+    words = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in words)
     if len(words) <= most:
         return words
     half = (most - 1) // 2
