@@ -366,6 +366,21 @@ def test_without_a_compiler_the_error_says_that_the_portable_file_runs(
         compile_portable(portable, again=True)
 
 
+def test_what_the_cpp_compiler_lacks_is_told(
+    portable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            "CppCompileError: C++ compile error\n\nCommand:\ng++ -O1\n\nOutput:\nIn file included\n"
+            "cuda_fp16.h:4492:10: fatal error: nv/target: No such file or directory\n 4492 | #inc"
+        )
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    complaint = r"cannot be compiled: CppCompileError: C\+\+ compile error: cuda_fp16.h.*nv/target"
+    with pytest.raises(CheckpointError, match=complaint):
+        compile_portable(portable, again=True)
+
+
 def test_without_the_cuda_toolkit_no_file_is_said_to_be_unwritable(
     portable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,7 +168,6 @@ def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
     import torch
 
     from bioptimus.runtime.export import file_for_torch, quiet
-    from bioptimus.runtime.runners import first_line
 
     if info.signature is None:  # only foreign compiled files have none
         raise CheckpointError(f"{info.path}: its inputs are not known")
@@ -203,7 +202,16 @@ def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
     except OSError:
         raise  # nothing about the program
     except Exception as exc:  # torch documents no error types; this is its border
-        raise CheckpointError(f"{info.path}: cannot be compiled: {first_line(exc)}") from exc
+        raise CheckpointError(f"{info.path}: cannot be compiled: {_reason(exc)}") from exc
+
+
+def _reason(exc: Exception) -> str:
+    """The first line of torch's; of the C++ compiler or linker its first complaint too."""
+    from bioptimus.runtime.runners import first_line
+
+    lines = str(exc).splitlines()[1:]
+    complaint = next((x for x in lines if "error: " in x or "cannot find -l" in x), "").strip()
+    return f"{first_line(exc)}: {complaint}" if complaint else first_line(exc)
 
 
 def _compare(info: ArchiveInfo, compiled: Path, *, device: str) -> None:
