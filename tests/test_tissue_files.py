@@ -132,6 +132,23 @@ def test_png_of_any_kind_is_tissue_where_it_is_not_0(tmp_path: Path, mode: str) 
     assert found.downsample == (32.0, 32.0)
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB"])
+def test_png_that_is_transparent_in_parts_is_refused(tmp_path: Path, mode: str) -> None:
+    """Black drawn on transparent white: everything but the drawing would be tissue."""
+    drawn = expected(hole=False)
+    white = Image.fromarray(np.where(drawn, 0, 255).astype(np.uint8))
+    image, path = white.convert(mode), tmp_path / "a.png"
+    if "A" in mode:
+        image.putalpha(Image.fromarray(drawn.astype(np.uint8) * 255))
+        image.save(path)
+    elif mode == "P":
+        Image.fromarray(drawn.astype(np.uint8)).convert("P").save(path, transparency=b"\x00\xff")
+    else:
+        image.save(path, transparency=255 if mode == "L" else (255, 255, 255))
+    with pytest.raises(TissueError, match=r"^mask a\.png: is transparent in parts.*greyscale"):
+        load(path)
+
+
 def test_png_cut_short_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     noise = np.random.default_rng(0).integers(0, 255, (50, 100), dtype=np.uint8)

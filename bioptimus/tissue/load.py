@@ -40,8 +40,8 @@ def load_mask(path: Path, *, dimensions: tuple[int, int], mpp: tuple[float, floa
         The mask, with method ``file``.
 
     Raises:
-        TissueError: The file is missing or neither kind, has another shape than the slide, or
-            all its polygons lie outside the slide.
+        TissueError: The file is missing or neither kind, has another shape than the slide, is
+            transparent in parts, or all its polygons lie outside the slide.
     """
     try:
         with path.open("rb") as file:
@@ -77,14 +77,30 @@ def _read_png(path: Path, start: bytes, dimensions: tuple[int, int]) -> npt.NDAr
     try:
         with Image.open(path) as image:
             values = np.asarray(image)
+            uneven = _is_transparent_in_parts(image)
     except (UnidentifiedImageError, SyntaxError, ValueError, OSError) as exc:
         raise TissueError(f"mask {path.name}: PNG cannot be decoded: {exc}") from exc
     _check_shape(path, (width, height), dimensions)
+    if uneven:
+        # Neither the colours nor the alpha alone tell what its maker took for tissue.
+        raise TissueError(
+            f"mask {path.name}: is transparent in parts, which does not tell tissue; "
+            "save it as greyscale, white where there is tissue and black elsewhere"
+        )
     if values.ndim == 3:
-        # Alpha says what is drawn, not what is tissue, unless it is all there is to say.
         colours = values[..., : values.shape[2] - (values.shape[2] % 2 == 0)]
         return np.asarray(colours.any(axis=2))
     return np.asarray(values != 0)
+
+
+def _is_transparent_in_parts(image: Image.Image) -> bool:
+    """Whether the alpha of an image differs from place to place, in a channel or by its colours."""
+    # The only kind that PIL gives no alpha channel for.
+    if not image.has_transparency_data or image.mode.startswith("I"):
+        return False
+    alpha = image if "A" in image.mode else image.convert("RGBA")
+    lowest, highest = alpha.getchannel("A").getextrema()
+    return lowest != highest
 
 
 def _check_shape(path: Path, size: tuple[int, int], dimensions: tuple[int, int]) -> None:
