@@ -151,7 +151,10 @@ def export(
     ] = None,
     omics_transform: Annotated[
         str | None,
-        typer.Option(help="log1p: RNA goes in as log1p(TPM), predictions come out as log1p."),
+        typer.Option(
+            help="log1p: RNA goes in as log1p(TPM), and the network gives log1p of what results "
+            "hold."
+        ),
     ] = None,
     licence: Annotated[str | None, typer.Option(help="Licence that the file will state.")] = None,
     from_hub: Annotated[

@@ -1,5 +1,6 @@
 """``bioptimus submit``: the same command, dealt out over a SLURM cluster as an array job."""
 
+import os
 import shlex
 import sys
 from datetime import datetime
@@ -115,6 +116,7 @@ def submit(
         action=action.value,
         arguments=tuple(arguments),
         slides=work.slides,
+        environment=_environment(action),
         options=ArrayOptions(
             tasks=tasks,
             max_running=max_running,
@@ -218,6 +220,12 @@ def _check(action: Action, parsed: dict[str, Any]) -> "Work":
     for note in work.notes:
         typer.echo(f"WARNING: {note}", err=True)
     return work
+
+
+def _environment(action: Action) -> dict[str, str]:
+    """The variables that the action takes options from."""
+    start = f"BIOPTIMUS_{action.upper()}_"
+    return {name: value for name, value in os.environ.items() if name.startswith(start)}
 
 
 def _own_command() -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """`bioptimus --help` answers at once: it loads nothing heavy."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 HEAVY = ("torch", "openslide", "h5py", "numpy", "PIL", "cv2", "tifffile", "imagecodecs")
 
@@ -17,6 +19,20 @@ def test_what_ends_a_command_on_a_signal_is_loaded_before_anything_slow() -> Non
     code = f"import sys, cli.ending; print([m for m in {slow} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_command_is_ours_where_a_project_on_the_path_has_a_cli_too(tmp_path: Path) -> None:
+    (tmp_path / "cli.py").write_text("print('of the project')\n")
+    ours = str(Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", "from bioptimus.command import run; run()", "--version"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ours}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "bioptimus" in done.stdout
+    assert "of the project" not in done.stdout
 
 
 def test_help_exits_0_and_names_the_program() -> None:

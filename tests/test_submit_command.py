@@ -87,6 +87,23 @@ def test_mistake_shows_before_anything_is_written(
     assert written(cohort) == []
 
 
+def test_options_of_the_environment_are_written_into_the_job(
+    cohort: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch --export=NONE, or another shell on another day, knows nothing of them."""
+    monkeypatch.setenv("BIOPTIMUS_EMBED_OVERLAP_PX", "112")
+    monkeypatch.setenv("BIOPTIMUS_EMBED_OUT", "my results")
+    monkeypatch.setenv("BIOPTIMUS_PREDICT_OUT", "elsewhere")
+    assert main(["submit", "--dry-run", "embed", "my slides"]) == 0
+    script = capsys.readouterr().out
+    exports = [line for line in script.splitlines() if line.startswith("export ")]
+    assert exports == [
+        "export BIOPTIMUS_EMBED_OUT='my results'",
+        "export BIOPTIMUS_EMBED_OVERLAP_PX=112",
+    ]
+    assert script.index(exports[-1]) < script.index("\nexec ")
+
+
 def test_what_only_the_compute_node_has_is_no_mistake_here(
     cohort: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

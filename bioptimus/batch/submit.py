@@ -4,8 +4,8 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bioptimus.batch.inputs import SlideInput
@@ -99,6 +99,7 @@ class ArrayJob:
         arguments: The action's further options.
         slides: What the tasks deal out among themselves.
         options: What to ask of SLURM.
+        environment: Variables that the action takes options from.
     """
 
     folder: Path
@@ -108,6 +109,7 @@ class ArrayJob:
     arguments: tuple[str, ...]
     slides: tuple[SlideInput, ...]
     options: ArrayOptions
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def script(self) -> Path:
@@ -171,6 +173,7 @@ class ArrayJob:
                 *(f"#SBATCH {line}" for line in lines),
                 "",
                 *((*options.setup, "") if options.setup else ()),
+                *_exports(self.environment),
                 "# exec: SLURM's SIGTERM (time limit, preemption, scancel) must reach the program,",
                 "# which then writes out what it has computed and gives its slides free.",
                 "exec " + " \\\n    ".join(run),
@@ -222,6 +225,18 @@ class ArrayJob:
             raise SubmitError(f"{self.script}: sbatch refused it: {_one_line(done.stderr)}")
         # "4711", or "4711;cluster" where there are several.
         return done.stdout.strip().partition(";")[0]
+
+
+def _exports(environment: Mapping[str, str]) -> list[str]:
+    """Options that the environment sets, for the shell.
+
+    A job may be told to take nothing over from where it was submitted, or be submitted again by
+    somebody else: its tasks must not do something else then.
+    """
+    if not environment:
+        return []
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
+    return ["# Options that were set in the environment when the job was made.", *lines, ""]
 
 
 def _option_lines(arguments: Sequence[str]) -> list[str]:
