@@ -100,6 +100,7 @@ def test_array_from_0_is_counted_from_1() -> None:
     environment = SLURM | {
         "SLURM_ARRAY_TASK_ID": "0",
         "SLURM_ARRAY_TASK_MIN": "0",
+        "SLURM_ARRAY_TASK_MAX": "3",
         "SLURM_ARRAY_TASK_STEP": "1",
     }
     assert parse_shard("AUTO", environment) == Shard(index=1, count=4)
@@ -122,6 +123,17 @@ def test_array_from_0_is_counted_from_1() -> None:
             "submit the whole array again",
         ),
         (SLURM | {"SLURM_ARRAY_TASK_ID": "4"}, "submit the whole array again"),
+        # --array=2,4, of which the first seems to be the first of two
+        (
+            {
+                "SLURM_ARRAY_TASK_ID": "2",
+                "SLURM_ARRAY_TASK_MIN": "2",
+                "SLURM_ARRAY_TASK_MAX": "4",
+                "SLURM_ARRAY_TASK_STEP": "1",
+                "SLURM_ARRAY_TASK_COUNT": "2",
+            },
+            "do not follow each other from 2 on; submit the whole array again",
+        ),
     ],
 )
 def test_auto_says_why_it_cannot_tell(environment: dict[str, str], message: str) -> None:

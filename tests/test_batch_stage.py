@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bioptimus.batch.inputs import SlideInput, find_inputs
-from bioptimus.batch.stage import Stager
+from bioptimus.batch.stage import Stager, staging_folder
 from bioptimus.errors import UsageError
 
 KB = 1000
@@ -304,3 +304,12 @@ def test_folder_that_cannot_be_made_is_wrong_usage(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="slides cannot be staged there"):
         Stager(tmp_path / "file", max_gb=1)
+
+
+def test_variables_of_the_node_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH_HERE", "/scratch/4711")
+    monkeypatch.delenv("NOT_SET_HERE", raising=False)
+    assert staging_folder(Path("$SCRATCH_HERE/a b")) == Path("/scratch/4711/a b")
+    assert staging_folder(Path("/fast")) == Path("/fast")
+    with pytest.raises(UsageError, match=r"--stage \$NOT_SET_HERE/x: \$NOT_SET_HERE is not set"):
+        staging_folder(Path("$NOT_SET_HERE/x"))

@@ -131,8 +131,9 @@ def test_script_passes_every_word_through_the_shell_unchanged(tmp_path: Path) ->
     )
     job.write()
     assert os.access(job.script, os.X_OK)
-    done = subprocess.run([str(job.script)], capture_output=True, text=True, check=True)
-    expected = ["embed", f"{tmp_path}/job 'x'/slides.csv", "--shard", "auto", *words]
+    task = {**os.environ, "SLURM_ARRAY_TASK_ID": "2"}
+    done = subprocess.run([str(job.script)], env=task, capture_output=True, text=True, check=True)
+    expected = ["embed", f"{tmp_path}/job 'x'/slides.csv", "--shard", "2/4", *words]
     assert done.stdout.splitlines() == expected
 
 
@@ -161,7 +162,17 @@ def test_option_that_sbatch_would_misread_is_a_usage_error(option: str, value: o
 
 @pytest.mark.parametrize("limit", ["90", "90:00", "12:00:00", "2-00", "2-00:30", "2-00:30:10"])
 def test_time_limit_takes_every_form_of_sbatch(limit: str) -> None:
-    assert ArrayOptions(tasks=1, time_limit=limit).time_limit == limit
+    seconds = {
+        "90": 5400,
+        "90:00": 5400,
+        "12:00:00": 43200,
+        "2-00": 172800,
+        "2-00:30": 174600,
+        "2-00:30:10": 174610,
+    }[limit]
+    assert ArrayOptions(tasks=1, time_limit=limit, stop_early_s=seconds - 1).time_limit == limit
+    with pytest.raises(UsageError, match=f"tasks stop {seconds} s before it"):
+        ArrayOptions(tasks=1, time_limit=limit, stop_early_s=seconds)
 
 
 def test_folder_that_holds_a_job_is_not_overwritten(tmp_path: Path) -> None:

@@ -44,7 +44,10 @@ def test_dry_run_shows_the_script_and_writes_nothing(
     assert written(cohort) == []
     assert "#SBATCH --array=1-3\n" in shown.out
     assert "#SBATCH --partition=gpu\n#SBATCH --time=2-00\n#SBATCH --gres=gpu:1\n" in shown.out
-    assert f"    '{cohort}/job 1/slides.csv' \\\n    --shard auto \\\n" in shown.out
+    assert (
+        f"    '{cohort}/job 1/slides.csv' \\\n    --shard \"$SLURM_ARRAY_TASK_ID/3\" \\\n"
+        in shown.out
+    )
     assert shown.out.endswith("    --batch-size auto \\\n    --out 'my results'\n")
     assert "4 slides in 3 tasks; nothing submitted" in shown.err
     assert "notes.xlsx (unknown extension)" in shown.err
@@ -63,6 +66,8 @@ def test_dry_run_shows_the_script_and_writes_nothing(
         (["view", "my slides"], "view"),
         (["--tasks", "0", "embed", "my slides"], "--tasks 0"),
         (["--gpus", "all", "embed", "my slides"], "--gpus all"),
+        (["--time", "2", "embed", "my slides"], "--time 2: tasks stop 120 s before it"),
+        (["--time", "0-0:2", "embed", "my slides"], "tasks stop 120 s before it"),
         (["embed", "my slides/*.ndpi"], "no slide matches"),
         (["embed", "my slides", "gone.svs"], "1 of 5 slides cannot be used"),
         (["embed", "my slides", "--device", "gpu"], "device gpu: known are"),

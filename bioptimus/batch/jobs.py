@@ -17,6 +17,7 @@ class ArrayTask:
         first: The lowest number of the array.
         step: Distance between neighbouring numbers.
         count: How many tasks the array has; None where the batch system does not say.
+        last: The highest number of the array; None where the batch system does not say.
         variable: The variable that gave the number, for messages.
     """
 
@@ -25,6 +26,7 @@ class ArrayTask:
     step: int
     count: int | None
     variable: str
+    last: int | None = None
 
 
 def job_id(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -55,6 +57,7 @@ def array_task(environment: Mapping[str, str] = os.environ) -> ArrayTask | None:
             step=number("SLURM_ARRAY_TASK_STEP", 1),
             count=count or None,
             variable="SLURM_ARRAY_TASK_ID",
+            last=number("SLURM_ARRAY_TASK_MAX", 0) or None,
         )
     # Grid Engine sets these to "undefined" in jobs that are no array.
     if environment.get("SGE_TASK_ID", "undefined") != "undefined":

@@ -28,7 +28,7 @@ from bioptimus.batch.places import refuse_unwritable
 from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import RUNS_FOLDER, RunFile
 from bioptimus.batch.shards import parse_shard, share
-from bioptimus.batch.stage import Stager
+from bioptimus.batch.stage import Stager, staging_folder
 from bioptimus.batch.threads import plan_threads
 from bioptimus.errors import BioptimusError, LostDeviceError, OutputError, UsageError
 from bioptimus.kinds import check_kinds
@@ -90,7 +90,8 @@ class RunConfig:
         readers: Threads that read tiles, shared by all slides; None: chosen from the cores.
         threads: Threads inside one forward pass on a CPU; None: chosen.
         shard: ``i/n``, ``auto``, or None for every slide.
-        stage: Folder on fast storage to copy slides to before reading.
+        stage: Folder on fast storage to copy slides to before reading; as ``$TMPDIR`` it is looked
+            up where the run is.
         stage_gb: Most gigabytes staged at once.
         fail_fast: Stop at the first failed slide.
         bulk_rna: Table of TPM values for every slide that the inputs name none for.
@@ -245,7 +246,9 @@ def run(
         stager = None
         if config.stage is not None and work.jobs:
             # Before the model is loaded, and the report begun: what names the folder may be wrong.
-            stager = owned.enter_context(Stager(config.stage, max_gb=config.stage_gb))
+            stager = owned.enter_context(
+                Stager(staging_folder(config.stage), max_gb=config.stage_gb)
+            )
         run_file = RunFile(
             config.out,
             command=config.command,
@@ -309,7 +312,7 @@ def list_work(config: RunConfig, model: "BaseServerModel | None" = None) -> Work
     """
     refuse_unwritable(config.out, option="--out")
     if config.stage is not None:
-        refuse_unwritable(config.stage, option="--stage")
+        refuse_unwritable(staging_folder(config.stage), option="--stage")
     require_tissue_file(config.slide.plan.tissue)
     choice = _choice(config, model)
     _check_mode(choice.spec, config.slide.mode)

@@ -71,11 +71,14 @@ def _own_shard(environment: Mapping[str, str]) -> Shard:
             f"pass i/n, such as --shard ${task.variable}/8"
         )
     place, remainder = divmod(task.number - task.first, task.step)
-    if remainder or not 0 <= place < task.count:
+    end = task.first + (task.count - 1) * task.step
+    has_gaps = task.last is not None and task.last != end
+    if remainder or has_gaps or not 0 <= place < task.count:
         # Part of an array that was submitted again: the other tasks' slides would be left out.
         raise UsageError(
             f"--shard auto: {task.variable} is {task.number}, but the array's {task.count} tasks "
-            f"begin at {task.first} without a gap; submit the whole array again, or pass i/n"
+            f"do not follow each other from {task.first} on; submit the whole array again, "
+            "or pass i/n"
         )
     return Shard(index=place + 1, count=task.count)
 

@@ -2,6 +2,8 @@
 
 import errno
 import logging
+import os
+import re
 import shutil
 import socket
 import tempfile
@@ -42,6 +44,19 @@ class _Copy:
     state: _State = _State.WAITING
     size_bytes: int = 0
     dropped: bool = False
+
+
+def staging_folder(stage: Path) -> Path:
+    """The folder with variables looked up, such as ``$TMPDIR``, which each node sets for itself.
+
+    Raises:
+        UsageError: One is not set here.
+    """
+    folder = os.path.expandvars(stage)
+    unset = re.search(r"\$(\w+|\{\w+\})", folder)
+    if unset is not None:
+        raise UsageError(f"--stage {stage}: {unset[0]} is not set here; name a folder that is")
+    return Path(folder)
 
 
 class Stager:

@@ -77,6 +77,12 @@ class ArrayOptions:
             raise UsageError(
                 f"--time {self.time_limit}: give minutes, hours:minutes:seconds or days-hours"
             )
+        limit_s = _seconds(self.time_limit)
+        if limit_s is not None and limit_s <= self.stop_early_s:
+            raise UsageError(
+                f"--time {self.time_limit}: tasks stop {self.stop_early_s} s before it, so none "
+                "would begin; give more time, or a smaller --stop-early-s"
+            )
         if self.gpus is not None and not _GPUS.fullmatch(self.gpus):
             raise UsageError(f"--gpus {self.gpus}: give a number, or type:number such as a100:1")
         for text in (self.name, self.partition or "", *self.further, *self.setup):
@@ -162,7 +168,8 @@ class ArrayJob:
         run = [
             shlex.join([*self.command, self.action]),
             shlex.quote(str(self.slide_list)),
-            "--shard auto",
+            # Not auto: of tasks that are submitted again, it cannot tell how many there were.
+            f'--shard "$SLURM_ARRAY_TASK_ID/{self.tasks}"',
             *_option_lines(self.arguments),
         ]
         return "\n".join(
@@ -225,6 +232,18 @@ class ArrayJob:
             raise SubmitError(f"{self.script}: sbatch refused it: {_one_line(done.stderr)}")
         # "4711", or "4711;cluster" where there are several.
         return done.stdout.strip().partition(";")[0]
+
+
+def _seconds(time_limit: str | None) -> int | None:
+    """A time limit as SLURM reads it; None where there is no limit."""
+    if time_limit is None or not time_limit[0].isdecimal():
+        return None
+    days, dash, clock = time_limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    # 90 and 90:30 are minutes; behind days the first number is one of hours.
+    hours = 0 if len(parts) < 3 and not dash else parts.pop(0)
+    minutes, seconds = [*parts, 0, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _exports(environment: Mapping[str, str]) -> list[str]:
