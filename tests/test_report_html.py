@@ -234,6 +234,34 @@ def test_a_folder_moved_elsewhere_still_has_its_results(out: Path, tmp_path: Pat
     assert entry(moved, "slides/b/two.svs").state == "ok"
 
 
+@pytest.mark.parametrize("folder", [".", "out", ""])
+def test_a_copy_counts_what_it_holds_and_not_what_its_original_does(
+    out: Path, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Whether the original was named by its path, from beside it or from within."""
+    if folder:
+        monkeypatch.chdir(out if folder == "." else out.parent)
+        account = out / "runs" / "1.json"
+        within = f"{out}/" if folder == "." else f"{out.parent}/"
+        account.write_text(account.read_text().replace(within, ""))
+    told = {each.slide: (each.state, each.tiles_done) for each in collect(out).slides}
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    found = collect(copy).slides
+    assert {each.slide: (each.state, each.tiles_done) for each in found} == told
+    assert len(found) == len(told) == 7
+    assert all(each.output.is_relative_to(copy) for each in found if each.output)
+    (copy / "lite0" / "a" / "one.h5").unlink()
+    assert entry(copy, "slides/a/one.svs").state == "failed"
+    assert main(["report", str(copy), "--json"]) == 1
+    slides = json.loads(capsys.readouterr().out)["slides"]
+    (lost,) = [each for slide, each in slides.items() if slide.endswith("slides/a/one.svs")]
+    (kept,) = [each for slide, each in slides.items() if slide.endswith("slides/b/one.svs")]
+    assert (lost["state"], kept["state"]) == ("failed", "ok")
+    assert kept["output"] == str(copy / "lite0" / "b" / "one.h5")
+
+
 def test_results_without_any_report_are_listed(out: Path) -> None:
     shutil.rmtree(out / "runs")
     assert {each.state for each in collect(out).slides} == {"ok", "empty"}

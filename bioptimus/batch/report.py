@@ -37,7 +37,7 @@ RUNS_FOLDER = "runs"
 _RANKS: dict[str, int] = {"ok": 0, "empty": 1, "skipped": 2, "stopped": 3, "failed": 3}
 _NOT_BEGUN = 4
 _LEFT = 5
-GONE = "the result file is not there any more"
+_GONE = "the result file is not there any more"
 
 
 def slide_record(report: SlideReport) -> dict[str, Any]:
@@ -299,20 +299,23 @@ class RunsSummary:
     models: list[str] = field(default_factory=list)
 
 
-def located(out: Path, output: str) -> Path:
-    """Where a reported result file is: as reported, or at the same place below a folder that moved.
+def located(out: Path, output: str) -> Path | None:
+    """Where a reported result file is below a folder, which may have moved or be a copy.
+
+    A copy holds the accounts of its original, whose files are no results of the copy.
 
     Returns:
-        The path as reported where it is at neither.
+        None where the folder has no such file.
     """
     path = Path(output)
-    if path.exists():
-        return path
-    for start in range(1, len(path.parts)):
+    if path.absolute().is_relative_to(out.absolute()):
+        return path if path.exists() else None
+    # A run that was told "--out ." names its results from there.
+    for start in range(path.is_absolute(), len(path.parts)):
         moved = out.joinpath(*path.parts[start:])
         if moved.exists():
             return moved
-    return path
+    return None
 
 
 def read_runs(out: Path) -> RunsSummary:
@@ -413,10 +416,10 @@ class Accounts:
             self._told.setdefault(key, []).append(when)
 
     def slides(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """The record that counts of each slide and model."""
+        """The record that counts of each slide and model, with its result where that is now."""
         stand = {key: _that_counts(told) for key, told in self._told.items()}
         moved = self._moved(stand)
-        return {key: record for key, record in stand.items() if key not in moved}
+        return {key: self._checked(record) for key, record in stand.items() if key not in moved}
 
     def missing(self) -> dict[tuple[str, str], str]:
         """Slides that a run was given and none accounted for, as it named them."""
@@ -448,10 +451,12 @@ class Accounts:
         return moved
 
     def _checked(self, record: dict[str, Any]) -> dict[str, Any]:
-        output = record["output"]
-        if not output or located(self._out, output).exists():
+        if not record["output"] or not _is_done(record):
             return record
-        return {**record, "state": "failed", "reason": GONE}
+        found = located(self._out, record["output"])
+        if found is None:
+            return {**record, "state": "failed", "reason": _GONE}
+        return {**record, "output": str(found)}
 
     def summary(self) -> RunsSummary:
         """All of it."""
@@ -463,8 +468,7 @@ class Accounts:
         missing = {key: named(slide, key[1]) for key, slide in self.missing().items()}
         return RunsSummary(
             slides={
-                named(*key): {**self._checked(record), "model": key[1]}
-                for key, record in self.slides().items()
+                named(*key): {**record, "model": key[1]} for key, record in self.slides().items()
             },
             missing=list(missing.values()),
             held=[slide for key, slide in missing.items() if key in self._held],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bioptimus.batch.report import GONE, Accounts, located, read_accounts
+from bioptimus.batch.report import Accounts, read_accounts
 from bioptimus.errors import BioptimusError
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def collect(out: Path) -> RunData:
     so does an input that no run accounts for.
     """
     accounts = read_accounts(out)
-    slides = _reported(accounts, out)
+    slides = _reported(accounts)
     by_output = {entry.output.resolve(): key for key, entry in slides.items() if entry.output}
     for file in sorted(filter(Path.is_file, out.rglob("*.h5"))):
         found = _read_file(file)
@@ -136,14 +136,14 @@ def collect(out: Path) -> RunData:
     return RunData(
         out=out,
         runs=tuple(sorted(map(_run, accounts.runs), key=lambda run: run.started)),
-        slides=tuple(_checked(entry) for entry in slides.values()),
+        slides=tuple(slides.values()),
         skipped=accounts.skipped,
     )
 
 
-def _reported(accounts: Accounts, out: Path) -> dict[tuple[str, str], SlideEntry]:
+def _reported(accounts: Accounts) -> dict[tuple[str, str], SlideEntry]:
     """What the runs say of each slide and model."""
-    entries = {key: _entry(out, record, model=key[1]) for key, record in accounts.slides().items()}
+    entries = {key: _entry(record, model=key[1]) for key, record in accounts.slides().items()}
     missing = {
         key: SlideEntry(slide=slide, state="missing", reason=_UNREACHED, model=key[1])
         for key, slide in accounts.missing().items()
@@ -164,7 +164,7 @@ def _run(record: Mapping[str, Any]) -> RunEntry:
     )
 
 
-def _entry(out: Path, record: Mapping[str, Any], *, model: str) -> SlideEntry:
+def _entry(record: Mapping[str, Any], *, model: str) -> SlideEntry:
     output = record.get("output")
     return SlideEntry(
         slide=str(record["slide"]),
@@ -183,7 +183,7 @@ def _entry(out: Path, record: Mapping[str, Any], *, model: str) -> SlideEntry:
             if isinstance(value, int | float)
         },
         tiles_per_second=_first_number(record.get("tiles_per_second")),
-        output=located(out, str(output)) if output else None,
+        output=Path(str(output)) if output else None,
         host=str(record.get("host") or ""),
         job=str(record.get("job") or ""),
         run=str(record["run"]),
@@ -257,12 +257,6 @@ def _joined(reported: SlideEntry | None, found: SlideEntry) -> SlideEntry:
 
 def _or(first: Any, second: Any) -> Any:
     return second if first is None else first
-
-
-def _checked(entry: SlideEntry) -> SlideEntry:
-    if entry.state in ("ok", "empty", "skipped") and entry.output and not entry.output.exists():
-        return replace(entry, state="failed", reason=GONE)
-    return entry
 
 
 def _mapping(value: Any) -> dict[str, Any]:
