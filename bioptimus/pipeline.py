@@ -465,7 +465,6 @@ def digest_parameters(
     Returns:
         JSON-ready values with names that a message can show.
     """
-    tile = planning.applied_to(spec.tile)
     mask_given = planning.tissue not in ("auto", "none")
     # A mask counts by its content, not by its path.
     tissue = "mask" if mask_given else planning.tissue
@@ -475,11 +474,7 @@ def digest_parameters(
         "slide quickhash": slide.quickhash,
         "mpp": [round(value, 6) for value in slide.mpp],
         "model": spec.name,
-        "model sha256": model_sha256,
-        "mode": str(options.mode),
-        "tile size (px)": tile.size_px,
-        "tile mpp": tile.mpp,
-        "overlap (px)": tile.overlap_px,
+        **run_parameters(spec, model_sha256, options),
         "min tissue": planning.min_tissue,
         "tissue": tissue,
         **searched,
@@ -487,6 +482,18 @@ def digest_parameters(
         "keep pen": planning.keep_pen,
         # The values, not their file: a table may hold a column for each sample.
         "bulk RNA sha256": "" if bulk_rna is None else hashlib.sha256(bulk_rna.data).hexdigest(),
+    }
+
+
+def run_parameters(spec: ModelSpec, model_sha256: str, options: SlideOptions) -> dict[str, Any]:
+    """What of :func:`digest_parameters` is the same for every slide of a run."""
+    tile = options.plan.applied_to(spec.tile)
+    return {
+        "model sha256": model_sha256,
+        "mode": str(options.mode),
+        "tile size (px)": tile.size_px,
+        "tile mpp": tile.mpp,
+        "overlap (px)": tile.overlap_px,
         "icc": options.opening.icc,
         "dtype": options.dtype,
     }

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bioptimus.batch.inputs import SlideInput, output_path
+from bioptimus.batch.inputs import SlideInput, model_folder, output_path
 from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
+from bioptimus.counting import counted
 from bioptimus.errors import OutputError, StoppedError, UsageError
 from bioptimus.inference import checking
 from bioptimus.inference.checking import Checked, Facts
-from bioptimus.inference.layout import PART_SUFFIX
+from bioptimus.inference.layout import PART_SUFFIX, differences, to_json
 
 CLAIM_SUFFIX = ".claim"
 
@@ -49,7 +50,7 @@ class Verification:
         rows: Rows in them.
         findings: Everything that is wrong, by path.
         notes: What is right and good to know: a slide that stands there under several names, as
-            cohorts often hold one.
+            cohorts often hold one, and a folder of one model with results of several kinds.
         sampled: Number of files of which only the first and last
             :data:`~bioptimus.inference.checking.SAMPLED_ROWS` rows were read.
     """
@@ -112,7 +113,7 @@ def verify(
         files=files,
         rows=sum(facts.rows for facts in found.values()),
         findings=tuple(findings),
-        notes=tuple(_repeated(found)),
+        notes=(*_mixed(found), *_repeated(found)),
         sampled=sum(facts.sampled for facts in found.values()),
     )
 
@@ -244,6 +245,42 @@ def _repeated(found: Mapping[Path, Facts]) -> Iterator[Finding]:
             first = seen.setdefault(alike, path)
         if first != path:
             yield Finding(path=path, problem=f"holds the same slide and model as {first}")
+
+
+def _mixed(found: Mapping[Path, Facts]) -> Iterator[Finding]:
+    """Folders whose results are of several models of one name, scales or the like.
+
+    Who trains on such a folder mixes rows that cannot be compared.
+    """
+    folders: dict[Path, dict[str, list[Path]]] = {}
+    for path, facts in found.items():
+        kinds = folders.setdefault(_folder_of_model(path, facts.model), {})
+        kinds.setdefault(to_json(facts.parameters), []).append(path)
+    for folder, kinds in folders.items():
+        if len(kinds) == 1:
+            continue
+        # The odd ones, not those that most agree with, are what to look at.
+        most, other, *more = sorted(kinds.values(), key=len, reverse=True)
+        words = differences(found[most[0]].parameters, found[other[0]].parameters, here="here")
+        sides = [
+            f"{counted(len(paths), 'file')} as {paths[0].relative_to(folder)}"
+            for paths in (most, other)
+        ]
+        rest = f"; {counted(len(more), 'more kind')}" if more else ""
+        yield Finding(
+            path=folder,
+            problem=f"holds results of {len(kinds)} kinds, not to be used together: "
+            f"{sides[0]} there, {sides[1]} here: {words}{rest}",
+        )
+
+
+def _folder_of_model(path: Path, model: str) -> Path:
+    """The folder that a run named after the model, or the file's own where that is not known."""
+    name = model_folder(Path(), model).name
+    for folder, real in zip(path.parents, path.absolute().parents, strict=False):
+        if real.name == name:
+            return folder
+    return path.parent
 
 
 def _against(

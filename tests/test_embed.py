@@ -16,7 +16,7 @@ import openslide
 import pytest
 import torch
 
-from bioptimus.batch.run import RunConfig, run
+from bioptimus.batch.run import RunConfig, list_work, run
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.pipeline import SlideOptions
 from bioptimus.planning import PlanOptions
@@ -219,6 +219,29 @@ def test_second_run_skips_what_is_done_and_other_parameters_are_refused(
     assert bioptimus("embed", EXAMPLE_SLIDE, "--out", out).returncode == 0
     assert "1 run: 1 skipped; 50 tiles" in bioptimus("report", out).stdout
     assert [(row.state, row.tiles_done) for row in collect(out).slides] == [("ok", 50)]
+
+
+def test_a_folder_that_holds_results_of_another_kind_is_told_before_the_run(
+    embedded: Path, tmp_path: Path
+) -> None:
+    out = embedded.parent.parent
+    other = tmp_path / "other.svs"
+    shutil.copy(EXAMPLE_SLIDE, other)
+
+    def notes(slide: Path, out: Path = out, **options: Any) -> tuple[str, ...]:
+        plan = PlanOptions(tissue="none", **options)
+        return list_work(
+            RunConfig(inputs=(str(slide),), out=out, slide=SlideOptions(plan=plan))
+        ).notes
+
+    assert notes(other) == notes(other, min_tissue=0.1) == ()
+    assert notes(other, overlap_px=112) == (
+        f"{out}/lite0: holds results that were made otherwise, as CMU-1-Small-Region.h5 "
+        "(overlap (px) is 0 there, 112 now); pass another --out to keep them apart",
+    )
+    # The run itself refuses this one, or replaces it where it is told to.
+    assert notes(EXAMPLE_SLIDE, overlap_px=112) == ()
+    assert notes(other, out=tmp_path / "new", overlap_px=112) == ()
 
 
 BAD_INPUTS = {

@@ -536,3 +536,26 @@ def test_a_changed_row_is_counted_once_however_many_rows_there_are(
     (found,) = problems(tmp_path / "out")
     assert "2 rows" not in found
     assert "row 100" in found
+
+
+def test_results_of_several_kinds_in_one_folder_are_a_note(tmp_path: Path) -> None:
+    def make(name: str, **parameters: Any) -> Path:
+        parameters = {"slide quickhash": name, "overlap (px)": 0, "model sha256": "aa"} | parameters
+        return make_result(
+            tmp_path / name, attributes={"slide_quickhash": name, "model_sha256": "aa"},
+            digest=digest_of(parameters), digest_parameters=parameters,
+        )  # fmt: skip
+
+    make("tiny/in/a.h5")
+    make("tiny/z.h5")
+    make("tissue/a.h5", **{"min tissue": 0.1})
+    make("tissue/b.h5")
+    assert notes(tmp_path) == [], "how tissue is found may differ from slide to slide"
+    make("tiny/c.h5", **{"overlap (px)": 112, "tile mpp": 1.0})
+    fact = (
+        "holds results of 2 kinds, not to be used together: 2 files as in/a.h5 there, "
+        "1 file as c.h5 here: overlap (px) is 0 there, 112 here; tile mpp is absent there, 1.0 here"
+    )
+    assert notes(tmp_path) == [f"tiny: {fact}"]
+    make("tiny/d.h5", dtype="float16")
+    assert notes(tmp_path)[0].endswith("1.0 here; 1 more kind")

@@ -24,6 +24,7 @@ import numpy as np
 
 from bioptimus.batch.claims import Claim
 from bioptimus.batch.inputs import SlideInput, find_inputs, model_folder, output_path
+from bioptimus.batch.neighbours import first_result, made_otherwise
 from bioptimus.batch.places import refuse_unwritable
 from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import RUNS_FOLDER, RunFile
@@ -46,10 +47,12 @@ from bioptimus.pipeline import (
     library_versions,
     process_slide,
     refused,
+    run_parameters,
     scale_warning,
     unexpected,
 )
 from bioptimus.planning import Segmenter, is_tissue_model, require_tissue_file
+from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.loader import (
     ModelChoice,
     check_pin,
@@ -330,16 +333,29 @@ def list_work(config: RunConfig, model: "BaseServerModel | None" = None) -> Work
     if config.shard is not None:
         slides = share(slides, parse_shard(config.shard))
     slides = tuple(_with_problem(each, config, choice.spec) for each in slides)
+    jobs = tuple(_job(each, config, choice.spec) for each in slides)
     return Work(
         model=choice,
         slides=slides,
-        jobs=tuple(_job(each, config, choice.spec) for each in slides),
+        jobs=jobs,
         skipped=tuple((str(path), reason) for path, reason in inputs.skipped),
-        notes=(*inputs.notes, *_notes(config, choice.spec, inputs.slides)),
+        notes=(*inputs.notes, *_notes(config, choice, inputs.slides, jobs)),
     )
 
 
-def _notes(config: RunConfig, spec: ModelSpec, slides: Iterable[SlideInput]) -> Iterator[str]:
+def _notes(
+    config: RunConfig, choice: ModelChoice, slides: Iterable[SlideInput], jobs: Iterable[SlideJob]
+) -> Iterator[str]:
+    spec, folder = choice.spec, model_folder(config.out, choice.spec.name)
+    there = first_result(folder)
+    # What is there of a slide of this run, the run itself refuses or replaces.
+    if there is not None and there not in {job.output for job in jobs}:
+        now = run_parameters(spec, file_sha256(choice.checkpoint), config.slide)
+        if words := made_otherwise(there, now):
+            yield (
+                f"{folder}: holds results that were made otherwise, as "
+                f"{there.relative_to(folder)} ({words}); pass another --out to keep them apart"
+            )
     if scale := scale_warning(config.slide.plan, spec):
         yield scale
     if not spec.rna_dim and any(slide.bulk_rna is not None for slide in slides):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from bioptimus.errors import OutputError
 from bioptimus.inference.checksums import row_checksums
-from bioptimus.inference.layout import STORED_TYPES, digest_of
+from bioptimus.inference.layout import STORED_TYPES, digest_of, of_run
 from bioptimus.inference.results import Result, RowsName, open_result
 
 # Of files that are not read whole: enough to meet one whose rows were never filled.
@@ -57,6 +57,7 @@ class Facts:
         slide_size_bytes: Size of the slide then; None where it does not say.
         model: Name of the model.
         model_sha256: Digest of the model's weights.
+        parameters: What a run made it with, whatever the slide.
     """
 
     rows: int
@@ -66,6 +67,7 @@ class Facts:
     slide_size_bytes: int | None
     model: str
     model_sha256: str
+    parameters: Mapping[str, Any]
 
 
 def check_file(path: Path, *, whole_up_to_bytes: float) -> Checked:
@@ -95,6 +97,7 @@ def check_file(path: Path, *, whole_up_to_bytes: float) -> Checked:
             slide_size_bytes=size if isinstance(size, int) else None,
             model=model,
             model_sha256=result.model_sha256,
+            parameters=of_run(_parameters(result)),
         ),
     )
 

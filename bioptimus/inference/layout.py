@@ -62,6 +62,16 @@ ROW_CHECKSUMS = "row_crc32"
 EARLIER_PARAMETERS: Mapping[str, Any] = {"tissue search version": 1}
 """What a parameter of the digest was in files that do not tell it, being older than it is."""
 
+_RUN_PARAMETERS = (
+    "model sha256",
+    "mode",
+    "tile size (px)",
+    "tile mpp",
+    "overlap (px)",
+    "icc",
+    "dtype",
+)
+
 AttributeValue = str | int | float | bool | Sequence[Any] | Mapping[str, Any] | None
 
 
@@ -79,6 +89,16 @@ def digest_of(parameters: Mapping[str, Any]) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
+def of_run(parameters: object) -> dict[str, Any]:
+    """Those parameters of a digest that are a run's, not a slide's, and make rows comparable.
+
+    Results of one folder are meant to agree in them. How tissue is found is none of them: it may
+    be chosen slide by slide.
+    """
+    found = parameters if isinstance(parameters, Mapping) else {}
+    return {name: found[name] for name in _RUN_PARAMETERS if name in found}
+
+
 def to_json(value: Any) -> str:
     """JSON text with keys in order, so that equal values give equal text."""
     return json.dumps(value, sort_keys=True, default=_plain, ensure_ascii=False)
@@ -90,12 +110,14 @@ def _plain(value: Any) -> Any:
     return convert() if convert is not None else str(value)
 
 
-def differences(there: Mapping[str, Any], now: Mapping[str, Any], *, limit: int = 4) -> str:
+def differences(
+    there: Mapping[str, Any], now: Mapping[str, Any], *, limit: int = 4, here: str = "now"
+) -> str:
     """Say which parameters differ, as ``tile.mpp is 0.5 there, 1.0 now``."""
     earlier = {name: value for name, value in EARLIER_PARAMETERS.items() if name in now}
     old, new = _flat({**earlier, **there}), _flat(now)
     words = [
-        f"{key} is {old.get(key, 'absent')} there, {new.get(key, 'absent')} now"
+        f"{key} is {old.get(key, 'absent')} there, {new.get(key, 'absent')} {here}"
         for key in dict.fromkeys([*old, *new])
         if old.get(key, _ABSENT) != new.get(key, _ABSENT)
     ]
