@@ -335,10 +335,17 @@ def drop_unsaid() -> None:
 
 def left_out(skipped: Iterable[tuple[object, str]]) -> Iterator[str]:
     """One line for each file or folder that was met and is not part of the run."""
-    for path, reason in skipped:
-        # Part of a slide that was taken; the run's report lists it.
-        if not reason.startswith("companion"):
-            yield f"left out: {path} ({reason})"
+    return (f"left out: {path} ({reason})" for path, reason in _not_part(skipped))
+
+
+def left_out_events(skipped: Iterable[tuple[object, str]]) -> Iterator[str]:
+    """The same as events of the kind ``left_out``."""
+    return (event_line("left_out", path=str(path), reason=why) for path, why in _not_part(skipped))
+
+
+def _not_part(skipped: Iterable[tuple[object, str]]) -> Iterator[tuple[object, str]]:
+    """What is no part of any slide that was taken; the run's report lists all."""
+    return (each for each in skipped if not each[1].startswith("companion"))
 
 
 def without_name(text: str, slide: str) -> str:

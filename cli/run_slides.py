@@ -13,6 +13,7 @@ from cli.progress import (
     drop_unsaid,
     event_line,
     left_out,
+    left_out_events,
     rate_text,
     say,
     say_table,
@@ -88,6 +89,8 @@ def _run(
         result = start(config, listener=progress, stop=stop)
     with suppress(OSError):  # as for the lines of the run
         if options["log_json"]:
+            for line in left_out_events(result.skipped):
+                say(line, err=True)
             line = event_line("run_ended", counts=_counts(result), report=str(result.run_file))
             say(line, err=True)
         else:

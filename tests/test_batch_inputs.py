@@ -257,6 +257,16 @@ def test_slide_is_taken_where_it_is_and_its_links_are_listed(tmp_path: Path) -> 
     }
 
 
+def test_links_to_one_slide_elsewhere_are_not_called_links_to_each_other(tmp_path: Path) -> None:
+    touch(tmp_path / "store" / "x.svs")
+    (tmp_path / "links").mkdir()
+    for name in ("a.svs", "b.svs"):
+        (tmp_path / "links" / name).symlink_to(tmp_path / "store" / "x.svs")
+    inputs = find_inputs([tmp_path / "links"])
+    assert names(inputs) == ["a.svs"]
+    assert reasons(inputs) == {"b.svs": f"same file as {tmp_path}/links/a.svs"}
+
+
 def test_link_to_a_slide_elsewhere_is_a_slide_under_its_own_name(tmp_path: Path) -> None:
     touch(tmp_path / "archive" / "x.svs", tmp_path / "archive" / "more" / "y.svs")
     (tmp_path / "cohort").mkdir()

@@ -115,6 +115,18 @@ def test_what_is_left_out_of_a_run_is_not_called_no_slide(
     assert "not a slide" not in told
 
 
+def test_what_is_left_out_of_a_run_is_an_event_for_machines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["embed", "gone.svs", "./gone.svs", "--log-json"]
+    assert main([*words, "--out", "out"]) == 1
+    events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    told = [(each["path"], each["reason"]) for each in events if each["event"] == "left_out"]
+    assert told == [("gone.svs", "given twice")]
+    assert events[-1]["event"] == "run_ended"
+
+
 def test_one_of_a_thing_is_not_called_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -445,7 +445,7 @@ class _Finder:
             first, slide = slide, first
         if first.path == slide.path:
             reason = "given twice"
-        elif slide.path.is_symlink():
+        elif slide.path.is_symlink() and not first.path.is_symlink():
             reason = f"link to {first.path}"
         else:
             reason = f"same file as {first.path}"
