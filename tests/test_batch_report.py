@@ -1,8 +1,10 @@
 """The run's report keeps every line it took, whatever the disk does in between."""
 
 import json
+import os
 import resource
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -255,6 +257,24 @@ def test_result_that_has_gone_is_no_done_slide_and_one_that_moved_with_its_folde
     found = [(each["state"], each["reason"]) for each in read_runs(moved).slides.values()]
     assert found == [("ok", ""), ("failed", "the result file is not there any more"), ("ok", "")]
     assert main(["report", str(moved)]) == 1
+
+
+def test_account_of_the_file_that_is_there_counts_where_folders_were_brought_together(
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "m" / "a.h5"
+    output.parent.mkdir()
+    output.touch()
+    written = []
+    for tiles in (50, 209):
+        with closing(run_file(tmp_path)) as run:
+            written.append(time.time())
+            report = SlideReport(slide="a.svs", state="ok", output=str(output), tiles_done=tiles)
+            run.add(report)
+    for age, tiles in ((written[0], 50), (written[1], 209), (written[1] + 3600, 209)):
+        os.utime(output, (age, age))
+        (record,) = read_runs(tmp_path).slides.values()
+        assert record["tiles_done"] == tiles
 
 
 def test_every_slide_and_where_its_time_went_are_listed_when_asked_for(

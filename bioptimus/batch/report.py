@@ -419,7 +419,11 @@ class Accounts:
         """The record that counts of each slide and model, with its result where that is now."""
         stand = {key: _that_counts(told) for key, told in self._told.items()}
         moved = self._moved(stand)
-        return {key: self._checked(record) for key, record in stand.items() if key not in moved}
+        return {
+            key: self._checked(record, self._told[key])
+            for key, record in stand.items()
+            if key not in moved
+        }
 
     def missing(self) -> dict[tuple[str, str], str]:
         """Slides that a run was given and none accounted for, as it named them."""
@@ -450,13 +454,13 @@ class Accounts:
                 moved |= gone
         return moved
 
-    def _checked(self, record: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, record: dict[str, Any], told: list[dict[str, Any]]) -> dict[str, Any]:
         if not record["output"] or not _is_done(record):
             return record
         found = located(self._out, record["output"])
         if found is None:
             return {**record, "state": "failed", "reason": _GONE}
-        return {**record, "output": str(found)}
+        return {**_of_file(found, record, told), "output": str(found)}
 
     def summary(self) -> RunsSummary:
         """All of it."""
@@ -482,6 +486,24 @@ def _is_done(record: dict[str, Any] | None) -> bool:
     return record is not None and record["state"] in ("ok", "empty", "skipped")
 
 
+def _of_file(path: Path, last: dict[str, Any], told: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Which of several accounts of a finished result is of the very file that is there.
+
+    Where folders were brought together, as by rsync, the last account may be of a file that was
+    left behind. A run accounts for a slide just after it has written the file.
+    """
+    made = sorted(filter(_is_made, told), key=lambda record: str(record["ended"]))
+    if len(made) < 2:
+        return last
+    written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).isoformat()
+    # A copy that is younger than every account is told of by the last, as far as one can know.
+    return next((record for record in made if str(record["ended"]) >= written), last)
+
+
+def _is_made(record: dict[str, Any]) -> bool:
+    return record["state"] in ("ok", "empty")
+
+
 def _that_counts(told: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Which of several accounts of one slide and model tells how it stands: the last outcome.
 
@@ -494,7 +516,7 @@ def _that_counts(told: Iterable[dict[str, Any]]) -> dict[str, Any]:
         if not _is_not_begun(record["state"], record["seconds"].get("total", 0))
     ]
     last = (outcomes or told)[-1]
-    made = [record for record in outcomes if record["state"] in ("ok", "empty")]
+    made = [record for record in outcomes if _is_made(record)]
     if last["state"] == "skipped" and made:
         return {**made[-1], "output": last["output"]}  # it may have been copied since
     return last
