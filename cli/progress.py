@@ -284,13 +284,13 @@ def choose_progress(*, log_json: bool) -> LineProgress:
     return BarProgress() if sys.stderr.isatty() else LineProgress()
 
 
-# Bytes of a name that is not UTF-8, as the run's report writes them.
-_ODD_BYTES = {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
+# Also bytes of a name that is not UTF-8, as the run's report writes them.
+_UNFIT = _CONTROLS | {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 
 
 def one_line(text: object) -> str:
     """A text that may hold names of files, fit for one line of a terminal."""
-    return str(text).translate(_CONTROLS | _ODD_BYTES)
+    return str(text).translate(_UNFIT)
 
 
 def say(text: object, *, err: bool = False) -> None:

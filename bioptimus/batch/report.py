@@ -415,24 +415,28 @@ class Accounts:
             when = {"ended": run.get("started", ""), "run": run.get("run", ""), **record}
             self._told.setdefault(key, []).append(when)
 
-    def slides(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """The record that counts of each slide and model, with its result where that is now."""
+    def outcome(
+        self,
+    ) -> tuple[dict[tuple[str, str], dict[str, Any]], dict[tuple[str, str], str]]:
+        """How every slide stands, by slide and model.
+
+        Returns:
+            The record that counts of each, with its result where that is now; and those that a run
+            was given and none accounted for, as it named them.
+        """
         stand = {key: _that_counts(told) for key, told in self._told.items()}
         moved = self._moved(stand)
-        return {
+        slides = {
             key: self._checked(record, self._told[key])
             for key, record in stand.items()
             if key not in moved
         }
-
-    def missing(self) -> dict[tuple[str, str], str]:
-        """Slides that a run was given and none accounted for, as it named them."""
-        moved = self._moved({key: _that_counts(told) for key, told in self._told.items()})
-        return {
+        missing = {
             key: slide
             for key, slide in self._planned.items()
-            if key not in self._told and key not in moved
+            if key not in stand and key not in moved
         }
+        return slides, missing
 
     def _moved(self, stand: Mapping[tuple[str, str], dict[str, Any]]) -> set[tuple[str, str]]:
         """Slides that are not there any more, and whose result another one has that is there.
@@ -469,13 +473,12 @@ class Accounts:
         def named(slide: str, model: str) -> str:
             return f"{slide} ({model})" if len(models) > 1 else slide
 
-        missing = {key: named(slide, key[1]) for key, slide in self.missing().items()}
+        slides, missing = self.outcome()
+        names = {key: named(slide, key[1]) for key, slide in missing.items()}
         return RunsSummary(
-            slides={
-                named(*key): {**record, "model": key[1]} for key, record in self.slides().items()
-            },
-            missing=list(missing.values()),
-            held=[slide for key, slide in missing.items() if key in self._held],
+            slides={named(*key): {**record, "model": key[1]} for key, record in slides.items()},
+            missing=list(names.values()),
+            held=[name for key, name in names.items() if key in self._held],
             skipped=self.skipped,
             runs=self.runs,
             models=models,

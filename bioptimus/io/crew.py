@@ -24,7 +24,9 @@ class Crew:
     pool: Executor | None = None
     at_once: int = 1
 
-    def each(self, do: Callable[[T], None], items: Iterable[T], *, at_once: int = 64) -> None:
+    def each(
+        self, do: Callable[[T], None], items: Iterable[T], *, at_once: int | None = None
+    ) -> None:
         """Call a function with each of the items, several at a time, in no certain order.
 
         Args:
@@ -50,7 +52,7 @@ class Crew:
                     left.clear()
                     raise
 
-        others = min(self.at_once, at_once, len(left)) - 1
+        others = min(self.at_once, at_once or self.at_once, len(left)) - 1
         futures = [self.pool.submit(work) for _ in range(others)] if self.pool is not None else []
         try:
             work()

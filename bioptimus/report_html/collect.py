@@ -143,12 +143,11 @@ def collect(out: Path) -> RunData:
 
 def _reported(accounts: Accounts) -> dict[tuple[str, str], SlideEntry]:
     """What the runs say of each slide and model."""
-    entries = {key: _entry(record, model=key[1]) for key, record in accounts.slides().items()}
-    missing = {
+    slides, missing = accounts.outcome()
+    return {key: _entry(record, model=key[1]) for key, record in slides.items()} | {
         key: SlideEntry(slide=slide, state="missing", reason=_UNREACHED, model=key[1])
-        for key, slide in accounts.missing().items()
+        for key, slide in missing.items()
     }
-    return entries | missing
 
 
 def _run(record: Mapping[str, Any]) -> RunEntry:

@@ -215,6 +215,11 @@ def cosine_similarity(result: SlideResult, row: int) -> npt.NDArray[np.float32]:
     return np.concatenate(parts).astype(np.float32)
 
 
+def leave_out(error: OutputError) -> None:
+    """Tell that colours are fitted without a result that cannot be read."""
+    log.warning("%s; colours are fitted without it", error)
+
+
 def fit_cohort(results: Iterable[SlideResult], *, tiles: int) -> Components | None:
     """Components of several files, each weighing by its number of tiles.
 
@@ -238,7 +243,7 @@ def fit_cohort(results: Iterable[SlideResult], *, tiles: int) -> Components | No
         try:
             sample = result.feature_sample(wanted=wanted)
         except OutputError as exc:
-            log.warning("%s; colours are fitted without it", exc)
+            leave_out(exc)
             continue
         if samples and sample.shape[1] != samples[0].shape[1]:
             raise UsageError(

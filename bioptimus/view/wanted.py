@@ -300,7 +300,7 @@ def _add_values(fits: Mapping[Quantity, ScaleFit], source: SlideResult) -> None:
     try:
         columns = source.columns([quantity.name for quantity in held])
     except OutputError as exc:
-        _leave_out(exc)
+        figures.leave_out(exc)
         return
     for quantity, values in zip(held, columns, strict=True):
         fits[quantity].add(values)
@@ -313,7 +313,7 @@ def _cohorts(paths: Iterable[Path]) -> dict[Space, dict[Path, int]]:
         try:
             space, count = embeddings_of(path)
         except OutputError as exc:
-            _leave_out(exc)
+            figures.leave_out(exc)
             continue
         if space is not None:
             tiles.setdefault(space, {})[path] = count
@@ -325,14 +325,10 @@ def _opened(paths: Iterable[Path]) -> Iterator[SlideResult]:
         try:
             source = open_source(path)
         except OutputError as exc:
-            _leave_out(exc)
+            figures.leave_out(exc)
             continue
         yield source
         del source  # before the next one is opened
-
-
-def _leave_out(error: OutputError) -> None:
-    log.warning("%s; colours are fitted without it", error)
 
 
 def draw_sheet(
