@@ -16,6 +16,8 @@ class Metadata:
         properties: As OpenSlide names them.
         icc_profile: The embedded colour profile.
         warnings: What a user should know, one sentence each.
+        stated_downsamples: Of each level, as the format itself states it; None where it does not,
+            and for levels beyond the last.
     """
 
     vendor: str
@@ -23,6 +25,21 @@ class Metadata:
     properties: Mapping[str, str]
     icc_profile: bytes | None = None
     warnings: tuple[str, ...] = ()
+    stated_downsamples: tuple[float | None, ...] = ()
+
+    @property
+    def level_downsamples(self) -> tuple[tuple[float, float], ...]:
+        """(x, y) level-0 pixels per pixel of each level.
+
+        As stated, since such levels end in part of a pixel, or with padding, and their sizes then
+        tell a scale that is a little off: a pixel at the far edge. Else as the sizes tell.
+        """
+        width, height = self.level_dimensions[0]
+        stated = (*self.stated_downsamples, *[None] * len(self.level_dimensions))
+        return tuple(
+            (width / size[0], height / size[1]) if by is None else (by, by)
+            for size, by in zip(self.level_dimensions, stated, strict=False)
+        )
 
     @property
     def background(self) -> Colour:

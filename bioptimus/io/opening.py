@@ -1,6 +1,7 @@
 """From a path to a source of pixels: which reader opens the file, and what it says about it."""
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,7 +79,16 @@ def _metadata(handle: openslide.OpenSlide) -> Metadata:
         level_dimensions=tuple(handle.level_dimensions),
         properties=properties,
         icc_profile=_icc_profile(handle, properties),
+        stated_downsamples=tuple(_stated_downsamples(handle)),
     )
+
+
+def _stated_downsamples(handle: openslide.OpenSlide) -> Iterator[float | None]:
+    """What the format says of each level: where it says nothing, OpenSlide takes a mean."""
+    width, height = handle.dimensions
+    for size, downsample in zip(handle.level_dimensions, handle.level_downsamples, strict=True):
+        mean = (width / size[0] + height / size[1]) / 2
+        yield None if math.isclose(downsample, mean, rel_tol=1e-9) else downsample
 
 
 def _icc_profile(handle: openslide.OpenSlide, properties: Mapping[str, str]) -> bytes | None:

@@ -170,10 +170,7 @@ class Slide:
             self._to_srgb = SrgbTransform(metadata.icc_profile, self.name)
         self.level_dimensions = metadata.level_dimensions
         self.dimensions = metadata.level_dimensions[0]
-        self.level_downsamples = tuple(
-            (self.dimensions[0] / width, self.dimensions[1] / height)
-            for width, height in metadata.level_dimensions
-        )
+        self.level_downsamples = metadata.level_downsamples
         claims = claims_from_properties(metadata.properties)
         self.objective_power = claims.objective_power
         self.resolution: Resolution = decide(
