@@ -1,5 +1,6 @@
 """Formats of which no slide of a scanner is at hand, on files made to OpenSlide's descriptions."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import openslide
 import pytest
 from PIL import Image
 
+from bioptimus.errors import SlideOpenError
 from bioptimus.io.wsi import Slide
 from bioptimus.tiles import TileSpec, plan_tiles
 from tests import vendor_slides
@@ -97,3 +99,54 @@ def test_scale_that_a_format_states_is_not_guessed_from_the_size_of_its_levels(
         sizes = slide.level_dimensions
         assert sizes[0][0] / sizes[2][0] != 4
         assert slide.level_downsamples[:3] == ((1, 1), (2, 2), (4, 4))
+
+
+# ---- slides of several files ----
+
+
+@pytest.fixture
+def mirax(folder: Path, tmp_path: Path) -> Path:
+    """A MIRAX slide that a test may damage."""
+    shutil.copytree(folder / "a", tmp_path / "a")
+    return Path(shutil.copyfile(folder / "a.mrxs", tmp_path / "a.mrxs"))
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(SlideOpenError) as caught:
+        Slide.open(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Slidedat.ini", "Index.dat", "Data0000.dat", "Data0001.dat"])
+def test_missing_file_of_a_mirax_folder_is_named(mirax: Path, name: str) -> None:
+    (mirax.parent / "a" / name).unlink()
+    text = refusal(mirax)
+    assert text.startswith("a.mrxs: its MIRAX folder a ")
+    assert name in text
+    assert "whole folder again" in text
+
+
+def test_mirax_folder_under_another_name_is_told_as_missing(mirax: Path) -> None:
+    (mirax.parent / "a").rename(mirax.parent / "b")
+    assert "the folder a that belongs to this MIRAX slide is missing" in refusal(mirax)
+
+
+def test_mirax_slide_in_capital_letters_is_told_its_name(mirax: Path) -> None:
+    assert "rename it to a.mrxs" in refusal(mirax.rename(mirax.parent / "a.MRXS"))
+
+
+def test_link_to_a_mirax_slide_without_its_folder_tells_what_to_link(mirax: Path) -> None:
+    links = mirax.parent / "links"
+    links.mkdir()
+    (links / "b.mrxs").symlink_to(mirax)
+    text = refusal(links / "b.mrxs")
+    assert f"a link to {mirax}" in text
+    assert "link the folder a as b too" in text
+    (links / "b").symlink_to(mirax.parent / "a")
+    with Slide.open(links / "b.mrxs") as slide:
+        assert slide.vendor == "mirax"
+
+
+def test_part_of_a_mirax_slide_names_the_slide(mirax: Path) -> None:
+    assert f"name {mirax} instead" in refusal(mirax.parent / "a" / "Slidedat.ini")

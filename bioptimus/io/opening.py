@@ -15,7 +15,7 @@ from bioptimus.io.judge import first_difference
 from bioptimus.io.metadata import Metadata
 from bioptimus.io.plain import cut_off_sentence, open_plain, sub_levels
 from bioptimus.io.quiet import quiet_tifffile
-from bioptimus.io.refusals import check_readable, check_whole, explain
+from bioptimus.io.refusals import check_companions, check_readable, check_whole, explain
 from bioptimus.io.sources import OpenSlideSource, PixelSource
 from bioptimus.io.stored import StoredLevel, UnsupportedLayoutError, stored_level
 from bioptimus.io.tiff import TiffSource
@@ -48,6 +48,7 @@ def open_source(path: Path, *, fast: bool, crew: Crew = ALONE) -> tuple[Metadata
         refused = exc
     if refused is not None:
         return _open_refused(path, refused, fast=fast)
+    check_companions(path, metadata.properties)
     judge = OpenSlideSource(path, handle, metadata.background)
     if not fast:
         return metadata, judge

@@ -6,8 +6,9 @@ foreign file alike. Each function here looks at one of these facts.
 
 import errno
 import os
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bioptimus.errors import SlideOpenError
@@ -104,13 +105,61 @@ def explain(path: Path, text: str, *, vendor: str | None, reason: str) -> SlideO
     return SlideOpenError(found or _no_slide(path))
 
 
-def _missing_companion(path: Path) -> str | None:
-    if path.suffix.lower() == ".mrxs" and not path.with_suffix("").is_dir():
-        return (
-            f"{path.name}: the folder {path.stem} that belongs to this MIRAX slide is missing; "
-            "copy it to lie beside the .mrxs file"
+def check_companions(path: Path, properties: Mapping[str, str]) -> None:
+    """Refuse a MIRAX slide without one of its data files, which OpenSlide misses only on reading.
+
+    Args:
+        path: The slide's file.
+        properties: As OpenSlide names them.
+
+    Raises:
+        SlideOpenError: A data file is missing.
+    """
+    folder = path.with_suffix("")
+    names = [properties[key] for key in properties if _MIRAX_DATA_FILE.fullmatch(key)]
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
+        raise SlideOpenError(
+            f"{path.name}: its MIRAX folder {folder.name} lacks {missing[0]}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + "; copy the whole folder again"
         )
-    return None
+
+
+_MIRAX_DATA_FILE = re.compile(r"mirax\.DATAFILE\.FILE_\d+")
+_MIRAX_INDEX = "Slidedat.ini"
+
+
+def _missing_companion(path: Path) -> str | None:
+    around = path.absolute().parent
+    whole = around.parent / f"{around.name}.mrxs"
+    if (around / _MIRAX_INDEX).is_file() and whole.is_file():
+        return f"{path.name}: a part of the MIRAX slide {whole.name}; name {whole} instead"
+    if path.suffix.lower() != ".mrxs":
+        return None
+    folder = path.with_suffix("")
+    if (folder / _MIRAX_INDEX).is_file():
+        if path.suffix == ".mrxs":
+            return None
+        return (
+            f"{path.name}: a MIRAX slide is only recognised by a name that ends in .mrxs in small "
+            f"letters; rename it to {path.stem}.mrxs"
+        )
+    if folder.is_dir():
+        return (
+            f"{path.name}: its MIRAX folder {folder.name} lacks {_MIRAX_INDEX}; copy the whole "
+            "folder again"
+        )
+    target = path.resolve()
+    if path.is_symlink() and target.with_suffix("").is_dir():
+        return (
+            f"{path.name}: a link to {target} without one to the folder beside that; link the "
+            f"folder {target.stem} as {folder.name} too, or name the slide where it lies"
+        )
+    return (
+        f"{path.name}: the folder {path.stem} that belongs to this MIRAX slide is missing; "
+        "copy it to lie beside the .mrxs file"
+    )
 
 
 def _refused_format(path: Path, text: str, vendor: str | None, reason: str) -> str | None:
