@@ -1,20 +1,28 @@
 """Formats of which no slide of a scanner is at hand, on files made to OpenSlide's descriptions."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import h5py
 import numpy as np
 import numpy.typing as npt
 import openslide
 import pytest
+import torch
 from PIL import Image
 
+from bioptimus.batch.inputs import find_inputs
+from bioptimus.batch.stage import Stager
 from bioptimus.errors import SlideOpenError
 from bioptimus.io.wsi import Slide
-from bioptimus.tiles import TileSpec, plan_tiles
+from bioptimus.planning import PlanOptions, plan_slide
+from bioptimus.tiles import Tile, TileSpec, plan_tiles
+from cli.main import main
 from tests import vendor_slides
-from tests.slides import tissue, white
+from tests.slides import damage_tile, tissue, white
+from tests.tiny_models import tiny
 
 Pixels = npt.NDArray[np.uint8]
 Colour = tuple[int, int, int]
@@ -45,11 +53,15 @@ def write_philips(path: Path) -> Path:
 
 # File name, OpenSlide's name, writer.
 FORMATS: dict[str, tuple[str, Callable[[Path], Path]]] = {
-    "a.mrxs": ("mirax", write_mirax),
-    "a.ndpi": ("hamamatsu", lambda path: vendor_slides.write_ndpi(path, specimen())),
-    "a.tiff": ("philips", write_philips),
-    "a.bif": ("ventana", lambda path: vendor_slides.write_ventana(path, specimen())),
+    "mirax.mrxs": ("mirax", write_mirax),
+    "hamamatsu.ndpi": ("hamamatsu", lambda path: vendor_slides.write_ndpi(path, specimen())),
+    "philips.tiff": ("philips", write_philips),
+    "ventana.bif": ("ventana", lambda path: vendor_slides.write_ventana(path, specimen())),
 }
+
+
+def result_of(folder: Path, name: str) -> Path:
+    return (folder / name).with_suffix(".h5")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +102,7 @@ def test_every_tile_at_the_scale_of_a_level_is_what_openslide_gives(
             np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1.0)
 
 
-@pytest.mark.parametrize("name", ["a.mrxs", "a.bif"])
+@pytest.mark.parametrize("name", ["mirax.mrxs", "ventana.bif"])
 def test_scale_that_a_format_states_is_not_guessed_from_the_size_of_its_levels(
     folder: Path, name: str
 ) -> None:
@@ -101,14 +113,116 @@ def test_scale_that_a_format_states_is_not_guessed_from_the_size_of_its_levels(
         assert slide.level_downsamples[:3] == ((1, 1), (2, 2), (4, 4))
 
 
+def test_tile_of_a_slide_with_uneven_pixels_covers_the_same_length_along_both_axes(
+    tmp_path: Path,
+) -> None:
+    path = vendor_slides.write_mirax(tmp_path / "a.mrxs", specimen(), mpp=(0.25, 0.26))
+    spec = TileSpec(size_px=100, mpp=0.52)
+    with openslide.OpenSlide(path) as right, Slide.open(path) as slide:
+        grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
+        assert grid.tile_level0 == (208, 200)
+        for tile in grid:
+            got = slide.tile_reader(spec).read(tile)
+            # 104 x 100 px of level 1; each of its columns 25 times, then means of 26.
+            image = right.read_region((tile.x, tile.y), 1, (104, 100))
+            canvas = Image.new("RGBA", image.size, "white")
+            canvas.alpha_composite(image)
+            fine = np.repeat(np.asarray(canvas.convert("RGB")), 25, axis=1)
+            expected = fine.reshape(100, 100, 26, 3).mean(axis=2)
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1.6)
+
+
+def test_what_was_not_scanned_is_no_tile_even_where_tissue_is_not_looked_for(folder: Path) -> None:
+    spec = TileSpec(size_px=128, mpp=0.25)
+    path = folder / "mirax.mrxs"
+    with openslide.OpenSlide(path) as right, Slide.open(path) as slide:
+        plan = plan_slide(slide, spec=spec, options=PlanOptions(tissue="none"))
+        kept = {(int(x), int(y)) for x, y in plan.coords}
+        for tile in plan.grid:
+            corner = (tile.x, tile.y)
+            pixels = np.asarray(right.read_region(corner, 0, (128, 128)))
+            scanned = pixels[..., 3].mean() / 255
+            # The coarse picture tells to about 32 px, a quarter of these tiles.
+            assert scanned > 0.2 if corner in kept else scanned < 0.8
+        assert min(x for x, _ in kept) >= 128
+
+
+# ---- whole runs ----
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `embed` makes of the folder; tiles of 64 px at 0.5 µm/px."""
+    out = tmp_path_factory.mktemp("results")
+    assert main(["embed", str(folder), "--model", str(model), "--out", str(out)]) == 0
+    return out / "tiny"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_those_of_openslides_pixels_at_their_coordinates(
+    folder: Path, results: Path, name: str
+) -> None:
+    with h5py.File(result_of(results, name)) as file, openslide.OpenSlide(folder / name) as slide:
+        coords, features = file["coords"][:], file["features"][:]
+        assert len(coords) >= 40
+        glass = MIRAX_GLASS if name == "mirax.mrxs" else (255, 255, 255)
+        tiles = [openslide_pixels(slide, (int(x), int(y)), 1, 64, glass) for x, y in coords]
+    with torch.inference_mode():
+        expected = tiny()(torch.from_numpy(np.stack(tiles)))
+    np.testing.assert_allclose(features, expected.numpy(), atol=2e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_pictures_of_label_and_glass_are_not_in_a_result(results: Path, name: str) -> None:
+    with h5py.File(result_of(results, name)) as file:
+        thumbnail = file["thumbnail"][:].astype(int)
+        assert set(file["failed_tiles"]["reason"][:]) == set()
+    for colour in (vendor_slides.LABEL_COLOUR, vendor_slides.MACRO_COLOUR):
+        assert np.abs(thumbnail - np.array(colour)).max(axis=2).min() > 60
+
+
+def damage(slide: Path) -> None:
+    """Overwrite one stored image in the middle of level 0."""
+    path, start, length = slide, 0, 200
+    if slide.suffix in (".tiff", ".bif"):
+        damage_tile(slide, index=14)
+        return
+    if slide.suffix == ".mrxs":
+        path = slide.with_suffix("") / "Data0000.dat"
+    data = path.read_bytes()
+    # Of NDPI the data after a restart marker: of the row of 8 px at 640 px.
+    marker = b"\xff\xd8\xff" if slide.suffix == ".mrxs" else b"\xff[\xd0-\xd7]"
+    starts = [found.start() for found in re.finditer(marker, data)]
+    start = starts[len(starts) // 2] + (0 if slide.suffix == ".mrxs" else 2)
+    path.write_bytes(data[:start] + bytes(length) + data[start + length :])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_damaged_image_costs_only_the_tiles_that_lie_in_it(
+    folder: Path, results: Path, model: Path, tmp_path: Path, name: str
+) -> None:
+    if name == "mirax.mrxs":
+        shutil.copytree(folder / "mirax", tmp_path / "mirax")
+    damaged = Path(shutil.copyfile(folder / name, tmp_path / name))
+    damage(damaged)
+    words = ["--model", str(model), "--out", str(tmp_path / "out"), "--max-failed-tiles", "0.5"]
+    # At the scale of level 0, which is the damaged one.
+    assert main(["embed", str(damaged), *words, "--tile-mpp", "0.25", "--min-tissue", "0.9"]) == 0
+    with h5py.File(result_of(tmp_path / "out" / "tiny", name)) as file:
+        failed = file["failed_tiles"][:]
+        assert 1 <= len(failed) < len(file["coords"])
+        assert {row["stage"] for row in failed} == {b"read"}
+        assert all(b"cannot be decoded" in row["reason"] for row in failed)
+
+
 # ---- slides of several files ----
 
 
 @pytest.fixture
 def mirax(folder: Path, tmp_path: Path) -> Path:
     """A MIRAX slide that a test may damage."""
-    shutil.copytree(folder / "a", tmp_path / "a")
-    return Path(shutil.copyfile(folder / "a.mrxs", tmp_path / "a.mrxs"))
+    shutil.copytree(folder / "mirax", tmp_path / "a")
+    return Path(shutil.copyfile(folder / "mirax.mrxs", tmp_path / "a.mrxs"))
 
 
 def refusal(path: Path) -> str:
@@ -150,3 +264,31 @@ def test_link_to_a_mirax_slide_without_its_folder_tells_what_to_link(mirax: Path
 
 def test_part_of_a_mirax_slide_names_the_slide(mirax: Path) -> None:
     assert f"name {mirax} instead" in refusal(mirax.parent / "a" / "Slidedat.ini")
+
+
+def test_staged_copy_of_a_mirax_slide_is_read_instead_of_it(mirax: Path, tmp_path: Path) -> None:
+    (staged,) = find_inputs([mirax]).slides
+    with Slide.open(mirax) as slide:
+        facts = (slide.quickhash, slide.size_bytes)
+    with Stager(tmp_path / "local", max_gb=1) as stager, stager.staged(staged) as copy:
+        assert copy.is_relative_to(tmp_path / "local")
+        with Slide.open(copy) as slide:
+            shutil.rmtree(mirax.with_suffix(""))
+            assert (slide.quickhash, slide.size_bytes) == facts
+            slide.tile_reader(TileSpec(size_px=500, mpp=0.25)).read(Tile(0, 300, 300, 500, 500))
+            assert [file.name for file in slide.size_files] == [
+                *("a.mrxs", "Data0000.dat", "Data0001.dat", "Index.dat", "Slidedat.ini")
+            ]
+
+
+def test_slide_of_the_same_name_and_another_folder_is_another_slide(mirax: Path) -> None:
+    """The ``.mrxs`` file itself is a preview: what tells slides apart lies in the folder."""
+    before = mirax.read_bytes()
+    with Slide.open(mirax) as slide:
+        first = slide.quickhash
+    mirax.unlink()
+    shutil.rmtree(mirax.with_suffix(""))
+    vendor_slides.write_mirax(mirax, specimen()[::-1])
+    assert mirax.read_bytes() == before
+    with Slide.open(mirax) as slide:
+        assert slide.quickhash != first
