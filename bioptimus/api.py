@@ -13,9 +13,11 @@ from bioptimus.batch.quiet import Stop
 from bioptimus.batch.run import RunConfig, list_work, run
 from bioptimus.errors import BioptimusError, SlideError, UsageError
 from bioptimus.io.wsi import OpenOptions
+from bioptimus.kinds import checks_kinds
 from bioptimus.models.types import InferenceMode
 from bioptimus.pipeline import SlideOptions, SlideReport
 from bioptimus.planning import PlanOptions
+from bioptimus.runtime.loader import require_loaded
 
 if TYPE_CHECKING:
     from bioptimus.inference.results import Result
@@ -47,6 +49,7 @@ def _python_names_noted() -> Iterator[None]:
 
 
 @_python_names_noted()
+@checks_kinds
 def embed_slide(
     slide: Path | str,
     *,
@@ -80,20 +83,19 @@ def embed_slide(
         options: Scale, tiles, tissue and more; their mode is set by ``predictions``.
 
     Raises:
-        UsageError: The path holds several slides, a path is empty, or options contradict each
-            other.
+        UsageError: The path holds several slides, a path is empty, a value is of another kind, or
+            options contradict each other.
         SlideError: The slide cannot be read; the message says why and what to do.
         ModelError: The model cannot be loaded or run.
         OutputError: The result cannot be written, or a file from other parameters is there.
 
     An error that names options of the command has a note with their names in Python.
     """
-    for what, path in (("out", out), ("checkpoint", checkpoint)):
-        if path == "":  # to Path the working folder
-            raise UsageError(f"{what}: an empty path was given; is a variable not set?")
     mode = InferenceMode.PREDICTION_WITH_EMBEDDING if predictions else InferenceMode.EMBEDDING
-    loaded = None if isinstance(model, str | Path) else model
-    if loaded is not None:
+    loaded = None
+    if not isinstance(model, str | Path):
+        require_loaded(model)
+        loaded = model
         _check_loaded(loaded, checkpoint, device)
         model, checkpoint, device = loaded.model_name, loaded.checkpoint_path, loaded.device
     config = RunConfig(

@@ -3,7 +3,8 @@
 ::
 
     BioptimusError
-    ├── UsageError (ValueError)          options that contradict each other or the input; exit 2
+    ├── UsageError (ValueError)          options that contradict each other or the input, or a
+    │                                    value that is none; exit 2
     ├── SlideError                       one slide cannot be processed; the others go on
     │   ├── SlideOpenError               missing, empty, truncated, unsupported, not a slide
     │   ├── ResolutionError (ValueError) µm/px unknown, implausible, or too far from the tile's
@@ -34,7 +35,7 @@ class BioptimusError(Exception):
 
 
 class UsageError(BioptimusError, ValueError):
-    """Options that contradict each other or the input given."""
+    """Options that contradict each other or the input given, or a value of another kind."""
 
 
 class SlideError(BioptimusError):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import ResolutionError, TissueError, UsageError
-from bioptimus.kinds import check_kinds
+from bioptimus.kinds import check_kinds, checks_kinds
 from bioptimus.tiles import Tile, TileGrid, TileSpec, plan_tiles
 from bioptimus.tissue import (
     TissueMask,
@@ -202,6 +202,7 @@ def require_tissue_file(tissue: str) -> None:
     raise UsageError(f"--tissue {tissue}: no such {kind}; give auto, none, or the path of a file")
 
 
+@checks_kinds
 def plan_slide(
     slide: PlannableSlide,
     spec: TileSpec,
@@ -222,8 +223,8 @@ def plan_slide(
         The plan; with no tiles where there is no tissue, and a warning that says why.
 
     Raises:
-        UsageError: The tile, as changed by the options, is none; or a tissue model is asked
-            for and none is given.
+        UsageError: The tile, as changed by the options, is none; a tissue model is asked for and
+            none is given; or a value is of another kind.
         ResolutionError: The slide's scale is not known, or too coarse for the tiles, or the
             slide too large for tiles so small.
         TissueError: A mask file cannot be read or does not fit, or the segmenter's does not.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from bioptimus.errors import ResolutionError, UsageError
+from bioptimus.kinds import check_kinds, checks_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +32,18 @@ class TileSpec:
         """Refuse sizes that no lattice can have.
 
         Raises:
-            UsageError: A size or scale is not positive and finite, a number of pixels is not
-                whole, or the overlap reaches the tile size (the lattice would never end).
+            UsageError: A value is of another kind, a size or scale is not positive and finite, or
+                the overlap reaches the tile size (the lattice would never end).
         """
-        if self.size_px != int(self.size_px) or self.overlap_px != int(self.overlap_px):
-            raise UsageError(
-                f"tile size {self.size_px} px, overlap {self.overlap_px} px: must be whole numbers"
-            )
+        check_kinds(self)
+        # As a table's cells they are NumPy's; a model's description holds Python's own.
+        for name in ("size_px", "overlap_px"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        if not isinstance(self.mpp, int):
+            object.__setattr__(self, "mpp", float(self.mpp))
         if self.size_px < 1:
             raise UsageError(f"tile size {self.size_px} px: must be at least 1")
-        if not (math.isfinite(self.mpp) and self.mpp > 0):
+        if not 0 < self.mpp < math.inf:
             raise UsageError(f"tile mpp {self.mpp}: must be a positive number of µm per pixel")
         if not 0 <= self.overlap_px < self.size_px:
             raise UsageError(
@@ -148,6 +151,7 @@ class TileGrid(Sequence[Tile]):
             yield self[index]
 
 
+@checks_kinds
 def plan_tiles(
     dimensions: tuple[int, int], *, spec: TileSpec, mpp: tuple[float, float]
 ) -> TileGrid:
@@ -164,7 +168,7 @@ def plan_tiles(
         The grid; ``grid[i]`` is the i-th tile, row-major.
 
     Raises:
-        UsageError: The slide has no pixels.
+        UsageError: The slide has no pixels, or a value is of another kind.
         ResolutionError: A scale is not positive and finite, or so coarse that a step of the
             lattice is less than one level-0 pixel.
     """

@@ -18,6 +18,7 @@ from bioptimus.errors import OutputError, StoppedError, UsageError
 from bioptimus.inference import checking
 from bioptimus.inference.checking import Checked, Facts
 from bioptimus.inference.layout import PART_SUFFIX, differences, to_json
+from bioptimus.kinds import checks_kinds
 
 CLAIM_SUFFIX = ".claim"
 
@@ -62,6 +63,7 @@ class Verification:
     sampled: int = 0
 
 
+@checks_kinds
 def verify(
     out: Path,
     *,

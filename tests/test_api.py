@@ -1,9 +1,11 @@
 """`embed_slide`: the main job as one call."""
 
 import asyncio
+import contextlib
+import itertools
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,27 @@ import torch
 
 import bioptimus
 from bioptimus.batch import run as batch_run
-from bioptimus.batch.run import RunConfig
+from bioptimus.batch.run import RunConfig, run
 from bioptimus.batch.submit import ArrayOptions
 from bioptimus.batch.threads import plan_threads
-from bioptimus.convert import ConvertOptions
-from bioptimus.errors import CheckpointError, OutputMismatchError, SlideOpenError, UsageError
+from bioptimus.convert import ConvertOptions, convert
+from bioptimus.errors import (
+    BioptimusError,
+    CheckpointError,
+    OutputMismatchError,
+    SlideOpenError,
+    UsageError,
+)
 from bioptimus.inference.results import Result
-from bioptimus.io.wsi import OpenOptions
+from bioptimus.inference.schemas import ModelRequest
+from bioptimus.io.wsi import OpenOptions, Slide
+from bioptimus.models.clients.local import InProcessClient
+from bioptimus.models.types import ModelSpec
 from bioptimus.pipeline import SlideOptions
-from bioptimus.planning import PlanOptions
+from bioptimus.planning import PlanOptions, plan_slide
 from bioptimus.runtime import build_server_model
 from bioptimus.runtime.runners import available_cores
-from bioptimus.tiles import TileSpec
+from bioptimus.tiles import TileSpec, plan_tiles
 from bioptimus.tissue import TissueOptions
 from bioptimus.view.page import PictureOptions
 from tests.models import fake_model
@@ -107,7 +118,12 @@ def test_what_contradicts_a_loaded_model_is_refused(example_slide: Path, tmp_pat
         ({"slide": {"mode": "embedding"}}, "mode 'embedding': must be of type InferenceMode"),
         ({"opening": {"reader": "fast"}}, "reader 'fast': must be auto or openslide"),
         ({"opening": {"icc": "SRGB"}}, "icc 'SRGB': must be none or srgb"),
-        ({"tile": {"overlap_px": 10.5}}, r"overlap 10\.5 px: must be whole numbers"),
+        ({"tile": {"overlap_px": 10.5}}, r"overlap px 10\.5: must be a whole number"),
+        ({"tile": {"mpp": "0.5"}}, "mpp '0.5': must be a number"),
+        ({"tile": {"mpp": None}}, "mpp None: must be a number"),
+        ({"tile": {"size_px": True}}, "size px True: must be a whole number"),
+        ({"tile": {"size_px": math.nan}}, "size px nan: must be a whole number"),
+        ({"tile": {"size_px": -224}}, "tile size -224 px: must be at least 1"),
         ({"plan": {"overlap_px": -1}}, "overlap -1 px: must be at least 0"),
         ({"plan": {"tile_size_px": 0}}, "tile size 0 px: must be at least 1"),
         ({"plan": {"tile_mpp": -1}}, "tile mpp -1: must be a positive number"),
@@ -158,6 +174,119 @@ def test_options_that_the_command_would_refuse_are_refused(
     }
     with pytest.raises(UsageError, match=words):
         kinds[what](**values)
+
+
+WRONG: tuple[object, ...] = (
+    None,
+    "0.5",
+    3,
+    -1,
+    0,
+    0.5,
+    math.nan,
+    math.inf,
+    True,
+    [1],
+    (1, 2),
+    {},
+    b"x",
+    object(),
+)
+NO_PATHS: tuple[object, ...] = ("", "a\0b", Path("a\0b"))
+
+
+def test_no_call_answers_a_wrong_value_with_an_error_that_is_not_ours(
+    example_slide: Path, tmp_path: Path
+) -> None:
+    model = build_server_model(save_tiny(tmp_path / "tiny.pt2"))
+    result = bioptimus.embed_slide(example_slide, out=tmp_path, model=model)
+    pixels = np.zeros((224, 224, 3), np.uint8)
+    config = RunConfig(inputs=(str(example_slide),), out=tmp_path)
+    slide = Slide.open(example_slide)
+    client = InProcessClient(model)
+    everywhere = (*WRONG, *NO_PATHS, np.zeros(3))
+    calls: list[tuple[Callable[..., object], dict[str, Any], str, Sequence[object]]] = [
+        (bioptimus.embed_slide, {"model": model}, "slide", everywhere),
+        (bioptimus.embed_slide, {"slide": example_slide}, "model checkpoint device", everywhere),
+        (bioptimus.embed_slide, {"slide": example_slide}, "options bulk_rna", WRONG[1:]),
+        (bioptimus.embed_slide, {"slide": example_slide}, "batch_size", ["8", 0, 0.5, True]),
+        (bioptimus.embed_slide, {"slide": example_slide, "model": model}, "out", WRONG[2:]),
+        (bioptimus.open_result, {}, "path", everywhere),
+        (bioptimus.open_result, {"path": result.path}, "check", everywhere),
+        (result.read, {}, "name", everywhere),
+        (result.read, {"name": "coords"}, "start stop", everywhere),
+        (result.prediction, {}, "name", everywhere),
+        (bioptimus.draw, {}, "result", everywhere),
+        (bioptimus.draw, {"result": result}, "picture width_px", everywhere),
+        (bioptimus.draw, {"result": result, "picture": "overview"}, "slide", WRONG[2:]),
+        (bioptimus.draw, {"result": result, "picture": "clusters"}, "count", ["3", None, 0.5]),
+        (bioptimus.draw, {"result": result, "picture": "nearest"}, "row", ["3", True, 0.5]),
+        (bioptimus.draw, {"result": result, "picture": "prediction"}, "column", [3, None]),
+        (bioptimus.draw(result, "overview", width_px=300).save, {}, "path", [*everywhere, "a.b"]),
+        (build_server_model, {}, "name", everywhere),
+        (build_server_model, {"name": "lite0"}, "checkpoint device sha256", WRONG[1:]),
+        (build_server_model, {"name": "lite0"}, "use_compiled", WRONG[:8]),
+        (InProcessClient, {}, "model", everywhere),
+        (InProcessClient, {"model": model}, "max_batch_size max_wait_ms", everywhere),
+        (InProcessClient, {"model": model}, "dynamic_batching", everywhere),
+        (client.embed, {}, "body", everywhere),
+        (client.embed_batch, {}, "bodies", everywhere),
+        (ModelRequest.from_pixels, {}, "pixels", everywhere),
+        (ModelRequest.from_pixels, {"pixels": pixels}, "slide_name x tissue_ratio", everywhere),
+        (ModelRequest.from_pixels, {"pixels": pixels}, "resolution bulk_rna", everywhere),
+        (ModelSpec, {}, "name", everywhere),
+        (ModelSpec, {"name": "mine"}, "tile mean std output_names precision", everywhere),
+        (Slide.open, {}, "path", everywhere),
+        (Slide.open, {"path": example_slide}, "options", everywhere),
+        (slide.tile_reader, {}, "spec", everywhere),
+        (slide.coarse_image, {}, "mpp", everywhere),
+        (slide.thumbnail, {}, "max_px", everywhere),
+        (plan_slide, {"slide": slide, "spec": TileSpec()}, "slide spec", everywhere),
+        (plan_slide, {"slide": slide, "spec": TileSpec()}, "options segmenter", WRONG[1:]),
+        (plan_tiles, {"spec": TileSpec(), "mpp": (0.5, 0.5)}, "dimensions", everywhere),
+        (plan_tiles, {"spec": TileSpec(), "dimensions": (9, 9)}, "mpp", everywhere),
+        (run, {"config": config}, "config listener stop model", WRONG[1:]),
+        (convert, {"out": tmp_path, "to": "npz"}, "arguments", everywhere),
+        (convert, {"arguments": [result.path], "to": "npz"}, "out", everywhere),
+        (convert, {"arguments": [result.path], "out": tmp_path}, "to", everywhere),
+    ]
+    for call, given, names, values in calls:
+        for name, value in itertools.product(names.split(), values):
+            with contextlib.suppress(BioptimusError):  # a few of the values are right
+                call(**given | {name: value})
+    client.close()
+    slide.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: bioptimus.open_result(3), "path 3: must be of type Path or a text"),  # type: ignore[arg-type]
+        (lambda: bioptimus.open_result(""), "path: an empty path was given"),
+        (lambda: bioptimus.open_result("a\0b"), r"path 'a\\x00b': no path has a null character"),
+        (
+            lambda: bioptimus.embed_slide("a.svs", model=3),  # type: ignore[arg-type]
+            "model 3: must be the name of one, the path of a .pt2, or one that build_server_model",
+        ),
+        (
+            lambda: bioptimus.embed_slide("a.svs", options={"dtype": "float16"}),  # type: ignore[arg-type]
+            "options .'dtype': 'float16'.: must be of type SlideOptions or None",
+        ),
+        (lambda: plan_tiles((9, 9, 3), spec=TileSpec(), mpp=(1, 1)), "must be 2 values, each a"),  # type: ignore[arg-type]
+        (lambda: convert("a.h5", Path("out"), to="npz"), "must be a list, each of type Path"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_call_says_what_its_argument_must_be(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        call()
+
+
+def test_a_picture_says_which_options_it_has(example_slide: Path, tmp_path: Path) -> None:
+    result = bioptimus.embed_slide(example_slide, out=tmp_path)
+    with pytest.raises(UsageError, match=r"colour: clusters has no such option; .* are count"):
+        bioptimus.draw(result, "clusters", colour="red")
+    with pytest.raises(UsageError, match=r"nearest needs the option row; .* are row, count"):
+        bioptimus.draw(result, "nearest")
 
 
 def test_numbers_of_a_table_count_as_pythons_own(example_slide: Path, tmp_path: Path) -> None:

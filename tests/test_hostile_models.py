@@ -80,7 +80,7 @@ DESCRIPTIONS: list[tuple[dict[str, Any] | bytes, str]] = [
     ({"channels": 4}, "must have 4 values"),
     ({"tile": {"size_px": 0, "mpp": 0.5}}, "must be at least 1"),
     ({"tile": {"size_px": 10**9, "mpp": 0.5}}, "tile size 1000000000"),
-    ({"tile": {"size_px": 8.5, "mpp": 0.5}}, "tile size 8.5"),
+    ({"tile": {"size_px": 8.5, "mpp": 0.5}}, "tile: size px 8.5"),
     ({"tile": {"size_px": 8, "mpp": -1}}, "tile mpp -1"),
     ({"tile": {"size_px": 8, "mpp": 1e9}}, "tile mpp"),
     ({"tile": "large"}, "cannot be read"),

@@ -893,7 +893,7 @@ def test_drawing_does_not_choose_a_backend_for_the_caller(result_file: Path) -> 
 
 
 def test_a_picture_that_there_is_not_names_those_there_are(result_file: Path) -> None:
-    with pytest.raises(UsageError, match="overview, embedding, prediction, clusters, nearest"):
+    with pytest.raises(UsageError, match="overview, embedding, prediction, clusters or nearest"):
         bioptimus.draw(result_file, "umap")  # type: ignore[arg-type]
 
 

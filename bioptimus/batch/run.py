@@ -32,7 +32,7 @@ from bioptimus.batch.shards import parse_shard, share
 from bioptimus.batch.stage import Stager, staging_folder
 from bioptimus.batch.threads import plan_threads
 from bioptimus.errors import BioptimusError, LostDeviceError, OutputError, UsageError
-from bioptimus.kinds import check_kinds
+from bioptimus.kinds import check_kinds, checks_kinds
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.omics import read_bulk_rna
@@ -58,6 +58,7 @@ from bioptimus.runtime.loader import (
     check_pin,
     load_model,
     prepare_environment,
+    require_loaded,
     resolve_model,
     wanted_device,
 )
@@ -205,6 +206,7 @@ class RunListener(SlideListener, Protocol):
         """A slide ended, one way or another."""
 
 
+@checks_kinds
 def run(
     config: RunConfig,
     *,
@@ -404,6 +406,7 @@ def _with_problem(each: SlideInput, config: RunConfig, spec: ModelSpec) -> Slide
 def _choice(config: RunConfig, model: "BaseServerModel | None") -> ModelChoice:
     if model is None:
         return resolve_model(config.model, config.checkpoint, sha256=config.sha256)
+    require_loaded(model)
     # A model without a file has no digest, by which results of one model are told from another's.
     return ModelChoice(
         name=model.model_name, spec=model.model_spec, checkpoint=model.checkpoint_path

@@ -26,6 +26,7 @@ from bioptimus.inference.disk import (
     written_aside,
 )
 from bioptimus.inference.results import Result, open_result
+from bioptimus.kinds import checks_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,7 @@ class Conversion:
     needed_bytes: int = 0
 
 
+@checks_kinds
 def convert(
     arguments: Sequence[Path],
     out: Path,

@@ -29,6 +29,7 @@ from bioptimus.inference.layout import (
     REQUIRED_DATASETS,
     ROW_CHECKSUMS,
 )
+from bioptimus.kinds import checks_kinds
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.tiles import TileSpec
 
@@ -252,6 +253,7 @@ class Result:
         """(N, 2) x and y of the tiles' centres, µm from the slide's corner."""
         return self.coords_um + self.tile.side_um / 2
 
+    @checks_kinds
     def read(self, name: RowsName, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
         """Rows [start, stop) of a dataset, read anew each time.
 
@@ -351,6 +353,7 @@ class Result:
                 if wanted is not None and checksum(file[name][...]) != wanted
             ]
 
+    @checks_kinds
     def prediction(self, name: str) -> npt.NDArray[np.floating[Any]]:
         """(N,) one predicted value, by its name.
 
@@ -566,6 +569,7 @@ class Result:
             return Picture(pixels=self._whole(file[name]), downsample=(x, y))
 
 
+@checks_kinds
 def open_result(path: Path | str, *, check: bool = True) -> Result:
     """Open a finished result file.
 
@@ -579,6 +583,7 @@ def open_result(path: Path | str, *, check: bool = True) -> Result:
     Raises:
         OutputError: The file is missing, unreadable, incomplete, foreign, or of a newer version;
             the message says which, and what it lacks.
+        UsageError: ``path`` is no path, or ``check`` neither true nor false.
     """
     path = Path(path)
     if path.name.endswith(PART_SUFFIX):

@@ -24,7 +24,7 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from bioptimus.errors import ResolutionError, SlideReadError
+from bioptimus.errors import ResolutionError, SlideReadError, UsageError
 from bioptimus.io.blocks import Indices, band_rows, blocks_of, most_band_rows
 from bioptimus.io.crew import ALONE, Crew
 from bioptimus.io.icc import SrgbTransform
@@ -43,7 +43,7 @@ from bioptimus.io.resolution import (
 )
 from bioptimus.io.sources import PixelSource
 from bioptimus.io.tiff import CACHE_BYTES
-from bioptimus.kinds import check_kinds
+from bioptimus.kinds import check_kinds, checks_kinds
 from bioptimus.tiles import Tile, TileGrid, TileSpec
 
 log = logging.getLogger(__name__)
@@ -196,7 +196,10 @@ class Slide:
         self._crew = crew
 
     @classmethod
-    def open(cls, path: Path, options: OpenOptions | None = None, *, crew: Crew = ALONE) -> Self:
+    @checks_kinds
+    def open(
+        cls, path: Path | str, options: OpenOptions | None = None, *, crew: Crew = ALONE
+    ) -> Self:
         """Open a slide.
 
         Args:
@@ -209,7 +212,7 @@ class Slide:
 
         Raises:
             SlideOpenError: The file is missing, empty, truncated or no slide.
-            UsageError: The mpp options are not plausible.
+            UsageError: A value is of another kind.
         """
         path = Path(path)
         options = options or OpenOptions()
@@ -245,10 +248,12 @@ class Slide:
         """An identity that survives renaming: OpenSlide's, or one over the size and samples."""
         return self.properties.get("openslide.quickhash-1") or _sample_hash(self.path)
 
+    @checks_kinds
     def tile_reader(self, spec: TileSpec) -> "TileReader":
         """A reader of tiles of one size and scale.
 
         Raises:
+            UsageError: ``spec`` is none.
             ResolutionError: The slide's scale is unknown; or coarser than the tiles' and
                 upsampling was not allowed; or so much finer that a tile takes too much memory.
         """
@@ -274,6 +279,7 @@ class Slide:
             "slide, or pass --mpp-override where its scale is wrong"
         )
 
+    @checks_kinds
     def coarse_image(self, mpp: float = 8.0) -> CoarseImage:
         """The slide at about ``mpp`` µm/px, the scale at which tissue is looked for.
 
@@ -281,19 +287,26 @@ class Slide:
         also where tiles are converted to sRGB.
 
         Raises:
+            UsageError: ``mpp`` is not a positive number.
             ResolutionError: The slide's scale is unknown.
             SlideReadError: No level could be decoded.
         """
+        if not 0 < mpp < math.inf:
+            raise UsageError(f"mpp {mpp}: must be a positive number of µm per pixel")
         return self._coarse((mpp / self.mpp[0], mpp / self.mpp[1]))
 
+    @checks_kinds
     def thumbnail(self, max_px: int = 1024) -> CoarseImage:
         """The slide with its longer side at most ``max_px``; needs no µm/px.
 
         A whole number of level pixels goes into each of its pixels, so it may be smaller.
 
         Raises:
+            UsageError: ``max_px`` is not a whole number from 1.
             SlideReadError: Nothing could be decoded.
         """
+        if max_px < 1:
+            raise UsageError(f"max px {max_px}: must be at least 1")
         downsample = max(1.0, max(self.dimensions) / max_px)
         level = choose_level(
             self.level_downsamples, (downsample, downsample), name=self.name, allow_upsample=True

@@ -10,7 +10,7 @@ from itertools import chain
 from reprlib import repr as shown
 from typing import Any, Literal, Self, get_args
 
-from bioptimus.errors import CheckpointError
+from bioptimus.errors import CheckpointError, UsageError
 from bioptimus.tiles import TileSpec
 
 
@@ -172,6 +172,11 @@ class ModelSpec:
                 yield f"{entry.name} {shown(value)}: must be a whole number"
             if entry.type is str and not _is_text(value):
                 yield f"{entry.name} {shown(value)}: must be a text without control characters"
+        if not isinstance(self.tile, TileSpec):
+            yield f"tile {shown(self.tile)}: must be a TileSpec"
+        for name in ("mean", "std", "output_names", "input_genes"):
+            if not isinstance(getattr(self, name), tuple | list):
+                yield f"{name} {shown(getattr(self, name))}: must be a list"
         for name in ("output_names", "input_genes"):
             if not all(map(_is_text, getattr(self, name))):
                 yield f"{name}: must be texts without control characters"
@@ -179,7 +184,7 @@ class ModelSpec:
     def _wrong_values(self) -> Iterator[str]:
         for name, known in _KNOWN.items():
             value = getattr(self, name)
-            if value not in known:
+            if not isinstance(value, str | None) or value not in known:
                 yield f"{name} {shown(value)}: known are {', '.join(filter(None, known))}"
         for name in ("channels", "embedding_dim", "prediction_dim", "prefix_tokens", "rna_dim"):
             if not 0 <= getattr(self, name) <= _LARGEST_COUNT:
@@ -191,10 +196,8 @@ class ModelSpec:
         low, high = _MPP_LIMITS
         if not (_is_number(self.tile.mpp) and low <= self.tile.mpp <= high):
             yield f"tile mpp {shown(self.tile.mpp)}: must lie in {low} to {high} um/px"
-        if not _is_whole(self.tile.size_px) or self.tile.size_px > _LARGEST_TILE_PX:
+        if self.tile.size_px > _LARGEST_TILE_PX:
             yield f"tile size {shown(self.tile.size_px)} px: must lie in 1 to {_LARGEST_TILE_PX}"
-        if not _is_whole(self.tile.overlap_px):
-            yield f"tile overlap {shown(self.tile.overlap_px)} px: must be a whole number"
 
     @property
     def makes_embedding(self) -> bool:
@@ -233,7 +236,7 @@ class ModelSpec:
         found = {key: value for key, value in values.items() if key in known}
         try:
             if "tile" in found:
-                found["tile"] = TileSpec(**found["tile"])
+                found["tile"] = _tile(found["tile"])
             for key in ("mean", "std", "output_names", "input_genes"):
                 if key in found:
                     if not isinstance(found[key], (list, tuple)):
@@ -244,6 +247,13 @@ class ModelSpec:
             raise
         except (TypeError, ValueError, OverflowError) as exc:
             raise CheckpointError(f"model description cannot be read: {exc}") from exc
+
+
+def _tile(values: Mapping[str, Any]) -> TileSpec:
+    try:
+        return TileSpec(**values)
+    except UsageError as exc:
+        raise CheckpointError(f"tile: {exc}") from exc
 
 
 def _is_whole(value: object) -> bool:

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 from bioptimus.errors import OutputError, UsageError
+from bioptimus.kinds import checks_kinds
 
 
+@checks_kinds
 def write_html(out: Path, target: Path, *, pictures: bool = True) -> int:
     """Write the page about everything under a result folder.
 

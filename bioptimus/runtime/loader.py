@@ -7,9 +7,11 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from reprlib import repr as shown
 from typing import TYPE_CHECKING
 
 from bioptimus.errors import CheckpointError, ModelError, UsageError
+from bioptimus.kinds import checks_kinds
 from bioptimus.models.registry import SPECS, get_spec
 from bioptimus.models.types import Models, ModelSpec
 from bioptimus.runtime.archive import ArchiveInfo, file_sha256, inspect_archive
@@ -131,6 +133,7 @@ def choice_of(name: str, info: ArchiveInfo, sha256: str | None = None) -> ModelC
     return ModelChoice(name=name, spec=_spec_of(name, info), checkpoint=info.path, info=info)
 
 
+@checks_kinds
 def build_server_model(
     name: str | Path,
     checkpoint: str | Path | None = None,
@@ -157,7 +160,7 @@ def build_server_model(
         The model, of the class that its specification asks for.
 
     Raises:
-        UsageError: No such model or device, or no file for it.
+        UsageError: No such model or device, no file for it, or a value is of another kind.
         CheckpointError: The file is damaged, foreign, made for another machine or model, or has
             another digest.
         ModelError: The device is there and cannot be used, or lacks memory.
@@ -240,6 +243,21 @@ def _compiled_twin(choice: ModelChoice, info: ArchiveInfo, device: str) -> Runne
         return None
     log.info("%s: runs compiled, from %s", choice.name, path)
     return runner
+
+
+def require_loaded(model: object) -> None:
+    """Refuse what is no loaded model.
+
+    Raises:
+        UsageError: It is none.
+    """
+    from bioptimus.runtime.server_model import BaseServerModel
+
+    if not isinstance(model, BaseServerModel):
+        raise UsageError(
+            f"model {shown(model)}: must be the name of one, the path of a .pt2, or one that "
+            "build_server_model has loaded"
+        )
 
 
 def wanted_device(device: str) -> str:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from bioptimus.errors import OutOfDeviceMemoryError, TissueError, UsageError
 from bioptimus.inference.schemas import ModelRequest
+from bioptimus.kinds import checks_kinds
 from bioptimus.models.types import InferenceMode, Models
 from bioptimus.planning import TISSUE_MPP, CoarseImage
 from bioptimus.runtime.archive import inspect_archive
@@ -121,6 +122,7 @@ class ModelSegmenter:
         return results
 
 
+@checks_kinds
 def open_segmenter(path: str | Path, *, device: str = "auto") -> ModelSegmenter:
     """Load a tissue model.
 

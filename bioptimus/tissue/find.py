@@ -6,6 +6,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
+from bioptimus.kinds import checks_kinds
 from bioptimus.tissue.background import Background, estimate_background
 from bioptimus.tissue.mask import (
     SCANNED_OPACITY,
@@ -39,6 +40,7 @@ BLACKEST = 40
 ESTIMATE_PX = 400
 
 
+@checks_kinds
 def find_tissue(
     pixels: npt.NDArray[np.uint8],
     opaque: npt.NDArray[np.uint8],
@@ -58,6 +60,9 @@ def find_tissue(
 
     Returns:
         The mask and what each step left of it.
+
+    Raises:
+        UsageError: A value is of another kind.
     """
     options = options or TissueOptions()
     if options.method == "none":

@@ -11,6 +11,7 @@ import orjson
 from PIL import Image, UnidentifiedImageError
 
 from bioptimus.errors import TissueError
+from bioptimus.kinds import checks_kinds
 from bioptimus.tissue.mask import TissueMask, TissueStep
 
 Ring = npt.NDArray[np.float64]
@@ -22,6 +23,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MOST_MASK_PIXELS = 80_000_000
 
 
+@checks_kinds
 def load_mask(path: Path, *, dimensions: tuple[int, int], mpp: tuple[float, float]) -> TissueMask:
     """Read a tissue mask from a file.
 
@@ -40,6 +42,7 @@ def load_mask(path: Path, *, dimensions: tuple[int, int], mpp: tuple[float, floa
         The mask, with method ``file``.
 
     Raises:
+        UsageError: A value is of another kind.
         TissueError: The file is missing or neither kind, has another shape than the slide, is
             transparent in parts, or all its polygons lie outside the slide.
     """

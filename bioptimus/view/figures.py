@@ -12,6 +12,7 @@ import numpy.typing as npt
 from bioptimus.counting import counted
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.disk import written_aside
+from bioptimus.kinds import checks_kinds
 from bioptimus.view.clusters import k_means
 from bioptimus.view.colours import (
     CLUSTER_COLOURS,
@@ -93,6 +94,7 @@ def draw_embedding(
     return page.figure
 
 
+@checks_kinds
 def draw_prediction(
     result: SlideResult, options: PictureOptions, *, column: str, scale: Scale | None = None
 ) -> "Figure":
@@ -119,6 +121,7 @@ def draw_prediction(
     return page.figure
 
 
+@checks_kinds
 def draw_clusters(result: SlideResult, options: PictureOptions, *, count: int) -> "Figure":
     """k-means clusters of the embeddings, the largest first, with typical tiles of each.
 
@@ -159,6 +162,7 @@ def check_clusters(count: int) -> None:
         raise UsageError(f"--clusters {count}: must be 1 to {len(CLUSTER_COLOURS)}")
 
 
+@checks_kinds
 def draw_nearest(
     result: SlideResult, options: PictureOptions, *, row: int, count: int = 12
 ) -> "Figure":

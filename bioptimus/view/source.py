@@ -1,6 +1,7 @@
 """What a picture is made from: one result file, and the slide itself where it is at hand."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -434,7 +435,7 @@ def open_slide(path: Path, result: SlideResult) -> "Slide":
     """
     from bioptimus.io.wsi import OpenOptions, Slide
 
-    if not path.exists():
+    if not os.path.exists(path):
         raise SlideOpenError(f"{path}: the slide is not there any more")
     # The resolution that the file was made with, whatever the slide says of itself.
     options = OpenOptions(mpp_override=result.mpp[0], allow_upsample=True)

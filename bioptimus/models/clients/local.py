@@ -1,6 +1,7 @@
 """Ask a model that is loaded in this process."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,15 @@ from typing import Any, Self, overload
 
 import orjson
 
-from bioptimus.errors import BioptimusError, RequestError, SchedulerClosedError, _ForwardError
+from bioptimus.errors import (
+    BioptimusError,
+    RequestError,
+    SchedulerClosedError,
+    UsageError,
+    _ForwardError,
+)
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
+from bioptimus.kinds import checks_kinds
 from bioptimus.models.clients.failures import log_failures
 from bioptimus.models.types import InferenceMode
 from bioptimus.runtime.batch_scheduler import BatchScheduler, BatchStatistics, BatchTally
@@ -46,9 +54,10 @@ class InProcessClient:
         dynamic_batching: Whether concurrent async calls share forward passes.
 
     Raises:
-        ValueError: A number is out of range.
+        UsageError: A number is out of range, or a value of another kind.
     """
 
+    @checks_kinds
     def __init__(
         self,
         model: BaseServerModel,
@@ -56,8 +65,8 @@ class InProcessClient:
         max_wait_ms: float = 30.0,
         dynamic_batching: bool = True,
     ) -> None:
-        if not max_wait_ms >= 0:
-            raise ValueError(f"max_wait_ms {max_wait_ms}: must be 0 or more")
+        if not 0 <= max_wait_ms < math.inf:
+            raise UsageError(f"max_wait_ms {max_wait_ms}: must be 0 or more")
         self._model = model
         self._max_wait_ms = max_wait_ms
         self._dynamic = dynamic_batching
@@ -112,9 +121,10 @@ class InProcessClient:
         return self._max_batch_size
 
     @max_batch_size.setter
+    @checks_kinds
     def max_batch_size(self, tiles: int) -> None:
         if tiles < 1:
-            raise ValueError(f"max_batch_size {tiles}: must be at least 1")
+            raise UsageError(f"max_batch_size {tiles}: must be at least 1")
         with self._lock:
             self._max_batch_size = self._passes.max_tiles = tiles
             for scheduler in self._schedulers.values():
@@ -352,6 +362,8 @@ class InProcessClient:
     def _answer_all(self, bodies: Sequence[str | ModelRequest], mode: InferenceMode) -> list[Any]:
         self._refuse_if_closed()
         self._model.check_mode(mode)
+        if isinstance(bodies, str) or not isinstance(bodies, Sequence):
+            raise RequestError("bodies: must be a list of requests, or of their JSON")
         requests, samples = [], []
         for number, body in enumerate(bodies):
             try:
