@@ -81,7 +81,7 @@ class Silent(SilentListener):
     started = 0.0
     started_cpu = 0.0
 
-    def run_started(self, slides: int, *, device: str) -> None:
+    def model_loaded(self, model: str, *, device: str) -> None:
         self.started, self.started_cpu = time.perf_counter(), spent_cpu()
 
 

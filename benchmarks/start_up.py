@@ -39,7 +39,7 @@ def _child(model: str, out: str) -> None:
         def loading(self, model: str) -> None:
             self._reached("imports")
 
-        def run_started(self, slides: int, *, device: str) -> None:
+        def model_loaded(self, model: str, *, device: str) -> None:
             self._reached("model loaded")
 
         def tiles_done(self, job: SlideJob, count: int) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -44,15 +44,17 @@ from bioptimus.inference.layout import digest_of
 from bioptimus.inference.results import open_result
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
-from bioptimus.io.crew import Crew
+from bioptimus.io.crew import ALONE, Crew
 from bioptimus.io.wsi import CoarseImage, OpenOptions, Slide, TileReader
 from bioptimus.kinds import check_kinds
-from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.omics import BulkRNA, read_bulk_rna
 from bioptimus.planning import PlanOptions, Segmenter, SlidePlan, plan_slide
 from bioptimus.runtime.archive import file_sha256
 from bioptimus.tissue import SEARCH_VERSION
+
+if TYPE_CHECKING:
+    from bioptimus.models.clients.local import InProcessClient
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +226,7 @@ class StopSignal(Protocol):
 def process_slide(
     job: SlideJob,
     *,
-    client: InProcessClient,
+    client: "InProcessClient",
     options: SlideOptions,
     readers: Executor,
     stop: StopSignal,
@@ -256,11 +258,41 @@ def process_slide(
         return refused(job)
     report = SlideReport(slide=str(job.path), extra=dict(job.extra))
     crew = Crew(pool=readers, at_once=openers_at_once)
-    start = time.perf_counter()
-    try:
+    with _accounted(job, report):
         _process(
             job, report, client, options, readers, readers_at_once, crew, stop, listener, segmenter
         )
+    return report
+
+
+def settle_slide(
+    job: SlideJob, *, spec: ModelSpec, model_sha256: str, options: SlideOptions
+) -> SlideReport | None:
+    """End a slide where that takes no model: its result is there, or it cannot be opened.
+
+    Args:
+        job: The slide and its output.
+        spec: Of the model.
+        model_sha256: Digest of its file.
+        options: Of the run.
+
+    Returns:
+        As `process_slide` would; None where only that can tell.
+    """
+    report = SlideReport(slide=str(job.path), extra=dict(job.extra))
+    with _accounted(job, report), _opened(job, report, spec, options, ALONE) as opened:
+        parameters = opened.parameters(model_sha256)
+        if not _is_done(job, parameters, report, overwrite=options.overwrite):
+            return None
+    return report
+
+
+@contextmanager
+def _accounted(job: SlideJob, report: SlideReport) -> Iterator[None]:
+    """Have whatever ends the block, and its time, stand in the slide's report."""
+    start = time.perf_counter()
+    try:
+        yield
     except StoppedError as exc:
         report.state, report.reason, report.error = "stopped", str(exc), exc
     except BioptimusError as exc:
@@ -272,7 +304,6 @@ def process_slide(
     if report.error is not None:
         release_frames(report.error)
     report.seconds.total = time.perf_counter() - start
-    return report
 
 
 def refused(job: SlideJob) -> SlideReport:
@@ -296,7 +327,7 @@ def error_text(error: BaseException) -> str:
 def _process(
     job: SlideJob,
     report: SlideReport,
-    client: InProcessClient,
+    client: "InProcessClient",
     options: SlideOptions,
     readers: Executor,
     readers_at_once: int,
@@ -305,22 +336,12 @@ def _process(
     listener: SlideListener,
     segmenter: Segmenter | None,
 ) -> None:
-    opening, planning = job_options(job, options)
     spec = client.model.model_spec
-    with report.seconds.measure("open"):
-        rna = slide_rna(job, spec, options)
-        bulk_rna = None if rna is None else rna.values
-        report.warnings.extend(() if rna is None else rna.warnings)
-        slide = Slide.open(job.read_path or job.path, opening, crew=crew)
-    with slide:
-        report.mpp, report.mpp_source = slide.mpp, slide.resolution.source
-        report.reader = slide.reader
-        report.warnings.extend(slide.warnings)
+    with _opened(job, report, spec, options, crew) as opened:
+        slide, planning, bulk_rna = opened.slide, opened.planning, opened.bulk_rna
         told = len(slide.warnings)
-        model_sha256 = client.model.checkpoint_sha256
-        parameters = digest_parameters(slide, spec, model_sha256, options, planning, bulk_rna)
-        digest = digest_of(parameters)
-        if _is_done(job, digest, parameters, report, overwrite=options.overwrite):
+        parameters = opened.parameters(client.model.checkpoint_sha256)
+        if _is_done(job, parameters, report, overwrite=options.overwrite):
             return
         for warning in report.warnings:
             listener.note(job, warning)
@@ -338,9 +359,8 @@ def _process(
             report.warnings.append(warning)
             listener.note(job, warning)
         file_plan = _file_plan(
-            slide, plan, thumbnail, client, options, planning, job, digest, parameters,
-            report.warnings,
-        )  # fmt: skip
+            slide, plan, thumbnail, client, options, planning, job, parameters, report.warnings
+        )
         with report.seconds.measure("write"):
             writer = HDF5Writer.open(job.output, file_plan, overwrite=options.overwrite)
         try:
@@ -380,18 +400,55 @@ def _process(
             report.reason = "; ".join(plan.warnings)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """A slide that is open, with what its result depends on besides the model's file."""
+
+    slide: Slide
+    spec: ModelSpec
+    options: SlideOptions
+    planning: PlanOptions
+    bulk_rna: npt.NDArray[np.float32] | None
+
+    def parameters(self, model_sha256: str) -> dict[str, Any]:
+        return digest_parameters(
+            self.slide, self.spec, model_sha256, self.options, self.planning, self.bulk_rna
+        )
+
+
+@contextmanager
+def _opened(
+    job: SlideJob, report: SlideReport, spec: ModelSpec, options: SlideOptions, crew: Crew
+) -> Iterator[_Opened]:
+    """Open a slide for a block, and note in its report what is found."""
+    opening, planning = job_options(job, options)
+    with report.seconds.measure("open"):
+        rna = slide_rna(job, spec, options)
+        report.warnings.extend(() if rna is None else rna.warnings)
+        slide = Slide.open(job.read_path or job.path, opening, crew=crew)
+    with slide:
+        report.mpp, report.mpp_source = slide.mpp, slide.resolution.source
+        report.reader = slide.reader
+        report.warnings.extend(slide.warnings)
+        yield _Opened(
+            slide=slide,
+            spec=spec,
+            options=options,
+            planning=planning,
+            bulk_rna=None if rna is None else rna.values,
+        )
+
+
 def _is_done(
-    job: SlideJob,
-    digest: str,
-    parameters: dict[str, Any],
-    report: SlideReport,
-    *,
-    overwrite: bool,
+    job: SlideJob, parameters: dict[str, Any], report: SlideReport, *, overwrite: bool
 ) -> bool:
     try:
         # Told to replace what is damaged, it has to look for that.
         found = check_existing(
-            job.output, digest=digest, digest_parameters=parameters, whole=overwrite
+            job.output,
+            digest=digest_of(parameters),
+            digest_parameters=parameters,
+            whole=overwrite,
         )
     except OutputError:
         if not overwrite:
@@ -537,18 +594,17 @@ def _file_plan(
     slide: Slide,
     plan: SlidePlan,
     thumbnail: CoarseImage,
-    client: InProcessClient,
+    client: "InProcessClient",
     options: SlideOptions,
     planning: PlanOptions,
     job: SlideJob,
-    digest: str,
     parameters: dict[str, Any],
     warnings: Sequence[str],
 ) -> FilePlan:
     spec = client.model.model_spec
     tile = plan.spec
     return replace(
-        rows_plan(plan, spec, options, digest=digest, parameters=parameters),
+        rows_plan(plan, spec, options, digest=digest_of(parameters), parameters=parameters),
         attributes={
             "slide_path": str(job.path.absolute()),
             "slide_name": slide.name,
@@ -625,7 +681,7 @@ class _SlideWork:
 
     job: SlideJob
     report: SlideReport
-    client: InProcessClient
+    client: "InProcessClient"
     options: SlideOptions
     readers: Executor
     readers_at_once: int

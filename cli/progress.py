@@ -53,6 +53,12 @@ class LineProgress:
     def __exit__(self, *exc: object) -> None:
         """Nothing to end."""
 
+    def run_started(self, slides: int) -> None:
+        """Say how many slides there are, if any."""
+        self._slides = slides
+        if slides:
+            self._line(counted(slides, "slide"))
+
     def loading(self, model: str) -> None:
         """Say which model is being loaded."""
         self._loading_since = time.monotonic()
@@ -62,11 +68,10 @@ class LineProgress:
         """Say what the search for a batch size came to."""
         self._line(f"batch size {tiles} on {device}: {reason}")
 
-    def run_started(self, slides: int, *, device: str) -> None:
-        """Say how many slides there are, where the model runs and how long it took to load."""
-        self._slides = slides
+    def model_loaded(self, model: str, *, device: str) -> None:
+        """Say where the model runs and how long it took to load."""
         seconds = time.monotonic() - self._loading_since
-        self._line(f"{counted(slides, 'slide')} on {device}; model loaded in {seconds:.1f} s")
+        self._line(f"{model} loaded on {device} in {seconds:.1f} s")
 
     def slide_started(self, job: "SlideJob") -> None:
         """Say nothing; the line comes when the slide ends."""
@@ -93,9 +98,7 @@ class LineProgress:
     def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
         """One line for the slide; its file's path on stdout."""
         self._ended += 1
-        # Slides that cannot be processed end before the run has started.
-        count = f"[{self._ended}/{self._slides}] " if self._slides else ""
-        self._line(f"{count}{slide_line(job.name, report)}")
+        self._line(f"[{self._ended}/{self._slides}] {slide_line(job.name, report)}")
         self._result(report.output)
 
     def _result(self, path: str) -> None:
@@ -124,6 +127,10 @@ class LineProgress:
 class JsonProgress(LineProgress):
     """One JSON line per event on stderr."""
 
+    def run_started(self, slides: int) -> None:
+        """Event ``run_started``."""
+        self._event("run_started", slides=slides)
+
     def loading(self, model: str) -> None:
         """Event ``loading``."""
         self._event("loading", model=model)
@@ -132,9 +139,9 @@ class JsonProgress(LineProgress):
         """Event ``batch_size_found``."""
         self._event("batch_size_found", tiles=tiles, device=device, reason=reason)
 
-    def run_started(self, slides: int, *, device: str) -> None:
-        """Event ``run_started``."""
-        self._event("run_started", slides=slides, device=device)
+    def model_loaded(self, model: str, *, device: str) -> None:
+        """Event ``model_loaded``."""
+        self._event("model_loaded", model=model, device=device)
 
     def slide_started(self, job: "SlideJob") -> None:
         """Event ``slide_started``."""
@@ -228,20 +235,22 @@ class BarProgress(LineProgress):
         with contextlib.suppress(OSError):
             os.write(_STDERR, _SHOW_CURSOR)
 
-    def loading(self, model: str) -> None:
-        """Show what is loading in place of the overall bar."""
-        self._overall = self._progress.add_task(f"loading {model}", total=None, rate="")
-
-    def run_started(self, slides: int, *, device: str) -> None:
+    def run_started(self, slides: int) -> None:
         """Start the overall bar."""
         self._slides = slides
+        self._overall = self._progress.add_task("slides", total=slides, rate="")
+
+    def loading(self, model: str) -> None:
+        """Say beside the bar what is loading."""
+        self._describe(f"slides, loading {model}")
+
+    def model_loaded(self, model: str, *, device: str) -> None:
+        """Say beside the bar where the model runs."""
+        self._describe(f"slides ({device})")
+
+    def _describe(self, text: str) -> None:
         if self._overall is not None:
-            self._progress.update(
-                self._overall,
-                description=f"slides ({device})",
-                total=slides,
-                completed=self._ended,
-            )
+            self._progress.update(self._overall, description=text)
 
     def slide_planned(self, job: "SlideJob", *, tiles: int, resumed: int) -> None:
         """Add the slide's bar."""

@@ -22,6 +22,7 @@ from bioptimus.errors import OutputError
 from bioptimus.pipeline import SlideJob, SlideReport
 
 Event = tuple[str, dict[str, Any]]
+WORK = SimpleNamespace(slides=(), jobs=(), tell_notes=int)
 JOB = SlideJob(path=Path("a.svs"), output=Path("a.h5"), name="a.svs")
 
 
@@ -65,7 +66,7 @@ class Stop:
 def relay(first: Event | None, *, stopped: bool, fail_fast: bool = False) -> int:
     """How often the process was told to end; one that was not has an end of its own."""
     process = Process(first)
-    collected = _Collected(SilentListener(), 2, fail_fast=fail_fast)
+    collected = _Collected(SilentListener(), fail_fast=fail_fast)
     stop = Stop(process, comes=stopped)
     _relay(cast(Any, [process]), {process.reader}, collected, stop)
     return process.told
@@ -80,7 +81,7 @@ def test_every_device_tells_the_batch_size_it_found() -> None:
             self.found.append((tiles, device, reason))
 
     listener = Hears()
-    collected = _Collected(listener, 1, fail_fast=False)
+    collected = _Collected(listener, fail_fast=False)
     events: queue.Queue[Event] = queue.Queue()
     for number, tiles in enumerate((64, 128)):
         _SendingListener(events).batch_size_found(tiles, device=f"cuda:{number}", reason="full")
@@ -98,7 +99,7 @@ def test_a_device_of_several_has_no_more_slides_under_way_than_one_alone(
         told.append(config)
         raise OutputError("enough")
 
-    monkeypatch.setattr(devices, "list_work", lambda _: SimpleNamespace(slides=(), tell_notes=int))
+    monkeypatch.setattr(devices, "list_work", lambda _: WORK)
     monkeypatch.setattr(devices, "available_cores", lambda: cores)
     monkeypatch.setattr(devices, "_run_processes", enough)
     config = RunConfig(inputs=("a.svs",), out=tmp_path, device="cuda:0,cuda:1")
@@ -140,7 +141,7 @@ def test_a_process_killed_in_the_middle_of_a_word_holds_up_nobody(written: int) 
     for process, (_, writer) in zip(processes, pipes, strict=True):
         process.start()
         writer.close()
-    collected = _Collected(Hears(), 2, fail_fast=False)
+    collected = _Collected(Hears(), fail_fast=False)
     _relay(processes, {reader for reader, _ in pipes}, collected, quiet.Stop())
     assert sorted(heard) == ["one", "three", "two"]
     assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0]

@@ -46,6 +46,17 @@ def test_help_shows_every_word_about_an_option(entry: Entry) -> None:
             assert f"[default: ({parameter.show_default})]" in shown, parameter.name
 
 
+def test_every_event_of_a_run_is_in_the_docs() -> None:
+    events = {
+        event
+        for path in (ROOT / "cli").glob("*.py")
+        for event in re.findall(r'event(?:_line)?\("(\w+)"', path.read_text())
+    }
+    told = (ROOT / "docs" / "hpc.md").read_text()
+    assert {"run_started", "left_out", "log", "error"} <= events
+    assert [event for event in events if f"`{event}`" not in told] == []
+
+
 def test_every_command_says_what_it_does() -> None:
     for entry in ENTRIES:
         assert (entry.command.help or "").strip(), entry.title

@@ -14,8 +14,7 @@ def test_tiles_of_a_slide_whose_end_was_told_do_not_end_the_display() -> None:
     """Of two devices that are stopping, one may take up what the other has laid down."""
     job = SlideJob(path=Path("a.svs"), output=Path("a.h5"), name="a.svs")
     with BarProgress() as progress:
-        progress.loading("lite0")
-        progress.run_started(1, device="cpu")
+        progress.run_started(1)
         progress.slide_planned(job, tiles=8, resumed=0)
         progress.tiles_done(job, 4)
         progress.slide_ended(job, SlideReport(slide="a.svs", state="stopped"))

@@ -54,10 +54,26 @@ def test_missing_slide_and_mask_are_told_before_the_model_is_loaded_and_the_othe
     assert lines[1:3] == [f"b.tif: would fail: {told[0]}", f"c.tif: would fail: {told[1]}"]
     assert main(words) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:3] == [f"b.tif: failed, {told[0]}", f"c.tif: failed, {told[1]}", "loading tiny"]
-    assert lines[4].startswith("[3/3] a.tif: ok, 16 tiles")
-    assert lines[5].startswith("1 ok, 2 failed; report: ")
+    assert lines[:4] == [
+        "3 slides",
+        f"[1/3] b.tif: failed, {told[0]}",
+        f"[2/3] c.tif: failed, {told[1]}",
+        "loading tiny",
+    ]
+    assert lines[5].startswith("[3/3] a.tif: ok, 16 tiles")
+    assert lines[6].startswith("1 ok, 2 failed; report: ")
     assert Counter(record["state"] for record in records(folder)) == {"ok": 1, "failed": 2}
+
+
+@pytest.mark.parametrize("also", [[], ["--device", "cpu,cpu"], ["--shard", "3/3"]])
+def test_first_event_says_how_many_slides_there_are(
+    folder: Path, model: Path, capfd: pytest.CaptureFixture[str], also: list[str]
+) -> None:
+    words = ["embed", "gone.tif", "lost.tif", *also, "--model", str(model), "--out", "out"]
+    main([*words, "--log-json"])
+    first, *_, last = map(json.loads, capfd.readouterr().err.splitlines())
+    assert (first["event"], first["slides"]) == ("run_started", 0 if "3/3" in also else 2)
+    assert last["event"] == "run_ended"
 
 
 @pytest.mark.parametrize("also", [[], ["a.tif", "--fail-fast"], ["--device", "cpu,cpu"]])
@@ -83,9 +99,9 @@ def test_rna_that_a_list_lacks_fails_its_slide_alone(
     words = ["predict", "list.csv", "--model", str(model), "--tissue", "none", "--out", "out"]
     assert main(words) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:3] == [
-        "b.tif: failed, bulk RNA gone.csv: no such file; correct the list",
-        "c.tif: failed, rna reads bulk RNA; pass --bulk-rna, or fill the bulk_rna column",
+    assert lines[1:4] == [
+        "[1/3] b.tif: failed, bulk RNA gone.csv: no such file; correct the list",
+        "[2/3] c.tif: failed, rna reads bulk RNA; pass --bulk-rna, or fill the bulk_rna column",
         "loading rna",
     ]
     assert main([*words, "--bulk-rna", "rna.csv", "--dry-run"]) == 1

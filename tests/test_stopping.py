@@ -158,6 +158,7 @@ def test_a_reader_that_the_same_signal_ended_changes_no_exit_code(tmp_path: Path
     with start(module, "embed", *words, errors=subprocess.PIPE) as running:
         assert running.stdin is not None
         assert running.stderr is not None
+        assert running.stderr.readline() == b"1 slide\n"
         assert b"stopping" in running.stderr.readline()
         running.stderr.close()
         running.stdin.close()

@@ -63,6 +63,7 @@ def run_on_devices(
     listener, stop = listener or SilentListener(), stop or Stop()
     devices = config.devices
     work = list_work(config)
+    listener.run_started(len(work.jobs))
     work.tell_notes()
     with tempfile.TemporaryDirectory(prefix="bioptimus-") as folder:
         # Written down once: standard input can be read once, and folders need no second search.
@@ -79,11 +80,13 @@ def run_on_devices(
             stage_gb=config.stage_gb / len(devices),
         )
         collected, dead = _run_processes(each, devices, work, listener, stop)
-    if collected.error is not None:
-        if not collected.reports:
-            raise collected.error
-        log.warning("the other devices went on without one: %s", collected.error)
-        dead.append(str(collected.error))
+    if collected.errors:
+        error = collected.errors[0]
+        # Slides that were done already, each process tells before it loads the model.
+        if len(collected.errors) == len(devices) or not collected.reports:
+            raise error
+        log.warning("the other devices went on without one: %s", error)
+        dead.append(str(error))
     reports = merge_reports(collected.reports, work.jobs, dead=dead)
     for job, report in zip(work.jobs, reports, strict=True):
         if job.path.absolute() not in collected.told:
@@ -106,8 +109,7 @@ def _run_processes(
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in devices]
     # Bytes are written whole, and each only under the claim of its slide: no lock.
-    slides = len(work.jobs)
-    failed: Any = context.RawArray("B", slides)
+    failed: Any = context.RawArray("B", len(work.jobs))
     processes = [
         context.Process(
             target=_run_one,
@@ -117,7 +119,7 @@ def _run_processes(
         for device, (_, writer) in zip(devices, pipes, strict=True)
     ]
     readers = {reader for reader, _ in pipes}
-    collected = _Collected(listener, slides, fail_fast=config.fail_fast)
+    collected = _Collected(listener, fail_fast=config.fail_fast)
     # The first process would start it, and it would unblock the signals that `_start` holds back.
     resource_tracker.ensure_running()
     try:
@@ -161,30 +163,25 @@ def _end(processes: Iterable[SpawnProcess], readers: set[_Reader]) -> None:
 class _Collected:
     """What the processes have said so far; used on the parent's thread only."""
 
-    def __init__(self, listener: RunListener, slides: int, *, fail_fast: bool) -> None:
+    def __init__(self, listener: RunListener, *, fail_fast: bool) -> None:
         self._listener = listener
-        self._slides = slides
         self._fail_fast = fail_fast
         # Under --fail-fast the process of the failed slide stops itself, not the others.
         self.failed_fast = False
-        self._loading = self._started = False
+        self._loading = False
         # Slides whose end the listener has heard; a slide that one process passed over, or did
         # not come to, may be another's yet.
         self.told: set[Path] = set()
         self.reports: list[SlideReport] = []
-        self.error: BioptimusError | None = None
+        self.errors: list[BioptimusError] = []
 
     def take(self, event: str, arguments: dict[str, Any]) -> None:
         if event == "error":
-            self.error = self.error or arguments["error"]
+            self.errors.append(arguments["error"])
         elif event == "loading":
             if not self._loading:
                 self._loading = True
                 self._listener.loading(**arguments)
-        elif event == "run_started":
-            if not self._started:
-                self._started = True
-                self._listener.run_started(self._slides, device=arguments["device"])
         elif event == "slide_ended":
             report: SlideReport = arguments["report"]
             self.reports.append(report)
@@ -282,6 +279,9 @@ class _SendingListener:
     def __init__(self, events: _Events) -> None:
         self._events = events
 
+    def run_started(self, slides: int) -> None:
+        """Nothing: each process counts every slide; the parent has told it."""
+
     def loading(self, model: str) -> None:
         self._events.put(("loading", {"model": model}))
 
@@ -289,8 +289,8 @@ class _SendingListener:
         found = {"tiles": tiles, "device": device, "reason": reason}
         self._events.put(("batch_size_found", found))
 
-    def run_started(self, slides: int, *, device: str) -> None:
-        self._events.put(("run_started", {"device": device}))
+    def model_loaded(self, model: str, *, device: str) -> None:
+        self._events.put(("model_loaded", {"model": model, "device": device}))
 
     def slide_started(self, job: SlideJob) -> None:
         self._events.put(("slide_started", {"job": job}))

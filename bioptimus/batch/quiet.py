@@ -15,13 +15,16 @@ class Stop:
 class SilentListener:
     """Hears a run and says nothing; a listener of one's own need only override what it tells."""
 
+    def run_started(self, slides: int) -> None:
+        """Nothing."""
+
     def loading(self, model: str) -> None:
         """Nothing."""
 
     def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None:
         """Nothing."""
 
-    def run_started(self, slides: int, *, device: str) -> None:
+    def model_loaded(self, model: str, *, device: str) -> None:
         """Nothing."""
 
     def slide_started(self, job: SlideJob) -> None:

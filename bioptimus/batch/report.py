@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -26,7 +26,9 @@ from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.disk import is_gone
 from bioptimus.json_lines import json_line
 from bioptimus.pipeline import SlideJob, SlideReport
-from bioptimus.runtime.batch_scheduler import BatchStatistics
+
+if TYPE_CHECKING:
+    from bioptimus.runtime.batch_scheduler import BatchStatistics
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +215,7 @@ class RunFile:
         device: str,
         load_seconds: float,
         batch_size: int,
-        passes: BatchStatistics,
+        passes: "BatchStatistics",
     ) -> None:
         """Append what the model did in this run, after its last slide.
 

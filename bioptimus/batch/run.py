@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -30,10 +30,9 @@ from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import RUNS_FOLDER, RunFile
 from bioptimus.batch.shards import parse_shard, share
 from bioptimus.batch.stage import Stager, staging_folder
-from bioptimus.batch.threads import plan_threads
+from bioptimus.batch.threads import plan_threads, slides_under_way
 from bioptimus.errors import BioptimusError, LostDeviceError, OutputError, UsageError
 from bioptimus.kinds import check_kinds, checks_kinds
-from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.omics import read_bulk_rna
 from bioptimus.pipeline import (
@@ -49,6 +48,7 @@ from bioptimus.pipeline import (
     refused,
     run_parameters,
     scale_warning,
+    settle_slide,
     unexpected,
 )
 from bioptimus.planning import Segmenter, is_tissue_model, require_tissue_file
@@ -66,6 +66,7 @@ from bioptimus.runtime.runners import check_device_name, default_slots, require_
 from bioptimus.runtime.segmenter import open_segmenter
 
 if TYPE_CHECKING:
+    from bioptimus.models.clients.local import InProcessClient
     from bioptimus.runtime.server_model import BaseServerModel
 
 log = logging.getLogger(__name__)
@@ -190,14 +191,17 @@ class RunResult:
 class RunListener(SlideListener, Protocol):
     """Hears how a run goes along; called from any thread."""
 
+    def run_started(self, slides: int) -> None:
+        """The run is about to look at so many slides; heard before all else."""
+
     def loading(self, model: str) -> None:
-        """The model is about to be loaded."""
+        """A slide takes the model, which is about to be loaded."""
 
     def batch_size_found(self, tiles: int, *, device: str, reason: str) -> None:
         """Batches of so many tiles were found the fastest; why not more."""
 
-    def run_started(self, slides: int, *, device: str) -> None:
-        """The model is loaded; so many slides are to do."""
+    def model_loaded(self, model: str, *, device: str) -> None:
+        """The model is ready; not heard where no slide takes it."""
 
     def slide_started(self, job: SlideJob) -> None:
         """A worker takes up a slide."""
@@ -243,10 +247,10 @@ def run(
         OutputError: The disk of a folder is full.
     """
     prepare_environment()
-    if config.device != "auto":
-        require_device(config.device)
     work = list_work(config, model)
-    work.tell_notes()
+    if config.device != "auto" and any(map(_lacks_result, work.jobs)):
+        # Told before anything is written. Where all is done, the device does not matter.
+        require_device(config.device)
     with contextlib.ExitStack() as owned:
         stager = None
         if config.stage is not None and work.jobs:
@@ -268,9 +272,11 @@ def run(
         owned.callback(run_file.close)
         if failed is None:
             failed = bytearray(len(work.jobs))
+        listener, stop = listener or SilentListener(), stop or Stop()
+        listener.run_started(len(work.jobs))
+        work.tell_notes()
         reports = []
         if work.jobs:
-            listener, stop = listener or SilentListener(), stop or Stop()
             reports = _run_jobs(work, config, run_file, listener, stop, failed, model, stager)
     return RunResult(
         reports=tuple(reports),
@@ -455,12 +461,20 @@ def _run_jobs(
         work=work, config=config, run_file=run_file, listener=listener, stop=stop, failed=failed
     )
     workers.refuse()
+    if model is None:
+        workers.model_sha256 = file_sha256(work.model.checkpoint)
+        workers.settle(slides_under_way(len(work.jobs), config.workers))
     if workers.left == 0:
         return workers.reports()
     import torch
 
+    from bioptimus.models.clients.local import InProcessClient
     from bioptimus.runtime.batch_size import usual_batch_size
 
+    if stop.stopped:  # in that second or two
+        return workers.reports()
+    if model is None and config.device != "auto":
+        require_device(config.device)
     device = model.device if model else wanted_device(config.device)
     plan = plan_threads(
         on_cpu=device == "cpu",
@@ -494,11 +508,11 @@ def _run_jobs(
         if auto:
             search = _BatchSizeSearch(client, config.slide.mode, passes, listener)
             # At once where it will be needed, while nothing else is at work.
-            if any(job.problem is None and not os.path.exists(job.output) for job in work.jobs):
+            if any(map(_lacks_result, workers.jobs_left())):
                 search.run()
             workers.search = search
         load_seconds = time.perf_counter() - began
-        listener.run_started(len(work.jobs), device=model.device)
+        listener.model_loaded(model.model_name, device=model.device)
         workers.client, workers.readers = client, readers
         workers.readers_per_slide = plan.readers_per_slide
         workers.openers_per_slide = plan.openers_per_slide
@@ -522,7 +536,7 @@ class _BatchSizeSearch:
     the others wait for it.
     """
 
-    client: InProcessClient
+    client: "InProcessClient"
     mode: InferenceMode
     passes: int
     listener: RunListener
@@ -588,8 +602,8 @@ class _Workers:
     """The worker threads of one run.
 
     Owner: `run`, which starts and joins them on the calling (main) thread, so that signal
-    handlers run there between short waits. It gives them the client and what goes with it before
-    they start.
+    handlers run there between short waits. It gives them the digest of the model before they settle
+    slides, the client and what goes with it before they process any.
     """
 
     work: Work
@@ -598,7 +612,8 @@ class _Workers:
     listener: RunListener
     stop: StopSignal
     failed: MutableSequence[int]
-    client: InProcessClient = field(init=False)
+    model_sha256: str = field(init=False)
+    client: "InProcessClient" = field(init=False)
     readers: ThreadPoolExecutor = field(init=False)
     readers_per_slide: int = field(init=False)
     openers_per_slide: int = field(init=False)
@@ -609,6 +624,8 @@ class _Workers:
     # Claims of slides that are being copied ahead of their turn.
     _ahead: dict[int, Claim] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    # Slides whose start was told.
+    _begun: set[int] = field(default_factory=set)
     _reports: dict[int, SlideReport] = field(default_factory=dict)
     _ending: threading.Event = field(default_factory=threading.Event)
     _fault: Exception | None = None
@@ -618,7 +635,25 @@ class _Workers:
         for index, job in enumerate(self.work.jobs):
             if job.problem is not None and not self.stopped:
                 self.listener.slide_started(job)
-                self._end(index, job, self._one(index))
+                self._end(index, job, refused(job))
+
+    def settle(self, count: int) -> None:
+        """End slides in turn whose result is there, up to the first that takes the model.
+
+        Raises:
+            Exception: As `run`.
+            KeyboardInterrupt: As `run`.
+        """
+        self._run(count, self._settle_one)
+        # Some of those behind the first may have ended.
+        self._next = min(self._indexes_left(), default=len(self.work.jobs))
+
+    def jobs_left(self) -> Iterator[SlideJob]:
+        """Slides that have not ended."""
+        return (self.work.jobs[index] for index in self._indexes_left())
+
+    def _indexes_left(self) -> Iterator[int]:
+        return (index for index in range(len(self.work.jobs)) if index not in self._reports)
 
     @property
     def left(self) -> int:
@@ -642,15 +677,15 @@ class _Workers:
             # One more for each worker: a process that claims more keeps them from the others.
             self.stager.plan(self.work.slides, ahead=count, take=self._take_ahead)
         try:
-            self._run(count)
+            self._run(count, self._process_one)
         finally:
             self._give_back()
         return self.reports()
 
-    def _run(self, count: int) -> None:
+    def _run(self, count: int, one: Callable[[int], SlideReport | None]) -> None:
         # Futures: a thread whose join a Ctrl-C broke off is taken for dead by Python 3.11.
         with ThreadPoolExecutor(count, thread_name_prefix="slides") as pool:
-            working = {pool.submit(self._work) for _ in range(count)}
+            working = {pool.submit(self._work, one) for _ in range(count)}
             try:
                 while working:
                     _, working = wait(working, timeout=_WAIT_SECONDS)
@@ -666,25 +701,16 @@ class _Workers:
 
     def _end_the_rest(self) -> None:
         """Account for the slides that no thread came to."""
-        for index, job in enumerate(self.work.jobs):
-            if index not in self._reports:
-                self._end(
-                    index,
-                    job,
-                    SlideReport(
-                        slide=str(job.path),
-                        state="stopped",
-                        reason="not started",
-                        extra=dict(job.extra),
-                    ),
-                )
+        for index in self._indexes_left():
+            job = self.work.jobs[index]
+            self._end(index, job, self._left(job, "stopped", "not started"))
 
     @property
     def stopped(self) -> bool:
         """Whether slides must stop: the run was told to, or ends early for a reason of its own."""
         return self.stop.stopped or self._ending.is_set()
 
-    def _work(self) -> None:
+    def _work(self, one: Callable[[int], SlideReport | None]) -> None:
         thread = threading.current_thread()
         while not self.stopped:
             with self._lock:
@@ -693,12 +719,16 @@ class _Workers:
             if index >= len(self.work.jobs):
                 return
             if index in self._reports:
-                continue  # refused
+                continue  # refused, or settled
             job = self.work.jobs[index]
             thread.name = f"slide {job.name}"
             try:
-                self.listener.slide_started(job)
-                self._end(index, job, self._one(index))
+                report = one(index)
+                if report is not None:
+                    self._end(index, job, report)
+                    continue
+                with self._lock:
+                    self._next = len(self.work.jobs)  # the others end, too
             except Exception as exc:  # noqa: BLE001
                 # The report cannot be written, or nobody hears us any more: slides would go
                 # unaccounted for. An error left to the thread would end it and be no one's.
@@ -715,10 +745,19 @@ class _Workers:
         finally:
             self.listener.slide_ended(job, report)
 
-    def _one(self, index: int) -> SlideReport:
+    def _settle_one(self, index: int) -> SlideReport | None:
+        """What became of a slide; None where it takes the model."""
+        # A claim, if only for a look, would keep others from a slide that there is work on.
+        return None if _lacks_result(self.work.jobs[index]) else self._one(index, self._settled)
+
+    def _process_one(self, index: int) -> SlideReport | None:
+        return self._one(index, self._claimed)
+
+    def _one(self, index: int, do: "_Do") -> SlideReport | None:
         slide, job = self.work.slides[index], self.work.jobs[index]
-        if job.problem is not None:
-            return refused(job)  # without a claim: its result may have no name that can be written
+        if index not in self._begun:
+            self._begun.add(index)
+            self.listener.slide_started(job)
         try:
             claim = self._claim(index)
             if claim is None:
@@ -728,9 +767,11 @@ class _Workers:
                 if self.failed[index]:
                     self._drop(slide)
                     return self._left(job, "skipped", "it failed on another device")
-                report = self._claimed(slide, job)
+                report = do(slide, job)
                 # Still under the claim: whoever takes it next has to know.
-                self.failed[index] = report.state == "failed" and not _lost_device(report)
+                self.failed[index] = (
+                    report is not None and report.state == "failed" and not _lost_device(report)
+                )
                 return report
         except BioptimusError as exc:
             return self._left(job, "failed", error_text(exc), error=exc)
@@ -783,6 +824,14 @@ class _Workers:
             slide=str(job.path), state=state, reason=reason, extra=dict(job.extra), error=error
         )
 
+    def _settled(self, _: SlideInput, job: SlideJob) -> SlideReport | None:
+        return settle_slide(
+            job,
+            spec=self.work.model.spec,
+            model_sha256=self.model_sha256,
+            options=self.config.slide,
+        )
+
     def _claimed(self, slide: SlideInput, job: SlideJob) -> SlideReport:
         listener: SlideListener = self.listener
         if self.search is not None:
@@ -815,9 +864,17 @@ class _Workers:
             self.stager.drop(slide)
 
 
+_Do = Callable[[SlideInput, SlideJob], SlideReport | None]
+
+
 def _lost_device(report: SlideReport) -> bool:
     """Whether the slide failed for no fault of its own, and so would every one after it here."""
     return isinstance(report.error, LostDeviceError)
+
+
+def _lacks_result(job: SlideJob) -> bool:
+    """Whether tiles of the slide have to be computed, as far as it is known without opening it."""
+    return job.problem is None and not os.path.exists(job.output)
 
 
 def _is_to_do(job: SlideJob, config: RunConfig) -> bool:

@@ -66,8 +66,7 @@ def plan_threads(
         cores: Cores to plan for; those of this process if not given.
     """
     count = cores or available_cores()
-    under_way = workers or max(_MIN_WORKERS, min(count // 2, MAX_WORKERS))
-    under_way = max(1, min(under_way, slides))
+    under_way = slides_under_way(slides, workers, cores=count)
     passes = min(count, _PASSES_PER_SLIDE * under_way)
     if not on_cpu:
         inside = threads or 1
@@ -79,3 +78,15 @@ def plan_threads(
     return ThreadPlan(
         workers=under_way, readers=readers or max(2, count), passes=passes, threads=inside
     )
+
+
+def slides_under_way(slides: int, workers: int | None = None, *, cores: int | None = None) -> int:
+    """Slides that are under way at once, wherever the model runs.
+
+    Args:
+        slides: Slides to process.
+        workers: The user's wish, or None.
+        cores: As for :func:`plan_threads`.
+    """
+    count = cores or available_cores()
+    return max(1, min(workers or max(_MIN_WORKERS, min(count // 2, MAX_WORKERS)), slides))
