@@ -4,8 +4,10 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
+import imagecodecs
 import numpy as np
 import numpy.typing as npt
 import openslide
@@ -16,7 +18,8 @@ from PIL import Image
 from bioptimus.batch.inputs import find_inputs
 from bioptimus.batch.stage import Stager
 from bioptimus.errors import SlideOpenError
-from bioptimus.io.wsi import Slide
+from bioptimus.io.sources import OpenSlideSource
+from bioptimus.io.wsi import OpenOptions, Slide
 from bioptimus.planning import PlanOptions, plan_slide
 from bioptimus.tiles import Tile, TileSpec, plan_tiles
 from cli.main import main
@@ -145,6 +148,43 @@ def test_what_was_not_scanned_is_no_tile_even_where_tissue_is_not_looked_for(fol
             # The coarse picture tells to about 32 px, a quarter of these tiles.
             assert scanned > 0.2 if corner in kept else scanned < 0.8
         assert min(x for x, _ in kept) >= 128
+
+
+def test_padded_levels_of_a_philips_slide_are_read_fast_and_agree_beyond_their_edge_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "philips.tiff"
+    with Slide.open(path, OpenOptions(reader="openslide")) as slow, Slide.open(path) as fast:
+        assert (slow.reader, fast.reader) == ("openslide", "tiff")
+        assert fast.level_dimensions[1] == (768, 640)
+        monkeypatch.setattr(OpenSlideSource, "read", pytest.fail)
+        spec = TileSpec(size_px=200, mpp=0.5)
+        tile = Tile(0, 2 * 700, 2 * 500, 400, 400)
+        got = fast.tile_reader(spec).read(tile)
+        monkeypatch.undo()
+        np.testing.assert_array_equal(got, slow.tile_reader(spec).read(tile))
+
+
+def test_reader_is_compared_with_openslide_where_a_sparse_slide_has_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a tile is missing OpenSlide stands in, so there is nothing to compare."""
+    missing = [(x, y) for x in range(6) for y in range(5) if (x, y) != (1, 3)]
+    path = vendor_slides.write_philips(
+        tmp_path / "a.tiff", specimen(), missing=missing, factors=(1,)
+    )
+    with Slide.open(path) as slide:
+        assert slide.reader == "tiff"
+    real = imagecodecs.jpeg8_decode
+
+    def one_grey_level_off(*args: Any, **options: Any) -> Pixels:
+        pixels: Pixels = real(*args, **options)
+        pixels[100, 100] ^= 1
+        return pixels
+
+    monkeypatch.setattr(imagecodecs, "jpeg8_decode", one_grey_level_off)
+    with Slide.open(path) as slide:
+        assert slide.reader == "openslide"
 
 
 # ---- whole runs ----

@@ -1,6 +1,6 @@
 """OpenSlide as judge: a faster reader is used only where it gives the same pixels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -29,6 +29,7 @@ def first_difference(
     levels: Sequence[int],
     dimensions: Sequence[tuple[int, int]],
     downsamples: Sequence[float],
+    fullest: Mapping[int, tuple[int, int]],
     crew: Crew = ALONE,
 ) -> str | None:
     """Read a few places of each level both ways.
@@ -39,6 +40,7 @@ def first_difference(
         levels: Levels to look at.
         dimensions: (width, height) of each level.
         downsamples: The judge's own downsample of each level.
+        fullest: (x, y) of a place with data, of levels that have none elsewhere.
         crew: Who reads.
 
     Returns:
@@ -49,7 +51,10 @@ def first_difference(
         (level, place)
         for level in levels
         for place in _places(
-            _PROBES if level else _PROBES_FINEST, dimensions[level], downsamples[level]
+            _PROBES if level else _PROBES_FINEST,
+            dimensions[level],
+            downsamples[level],
+            fullest.get(level),
         )
     ]
     different: list[str] = []
@@ -70,20 +75,27 @@ def first_difference(
 
 
 def _places(
-    probes: Sequence[tuple[float, float]], size: tuple[int, int], downsample: float
+    probes: Sequence[tuple[float, float]],
+    size: tuple[int, int],
+    downsample: float,
+    fullest: tuple[int, int] | None,
 ) -> Iterator[_Place]:
+    most = [max(0, length - _PROBE_PX) for length in size]
+    wanted = [(int(x * most[0]), int(y * most[1])) for x, y in probes]
+    if fullest is not None:
+        wanted.append(fullest)
     seen = set()
-    for share_x, share_y in probes:
-        x = _exact_position(size[0], share_x, downsample)
-        y = _exact_position(size[1], share_y, downsample)
+    for corner in wanted:
+        x, y = (
+            _exact_position(length, at, downsample) for length, at in zip(size, corner, strict=True)
+        )
         if (x, y) not in seen:
             seen.add((x, y))
             yield x, y, min(_PROBE_PX, size[0] - x), min(_PROBE_PX, size[1] - y)
 
 
-def _exact_position(length: int, share: float, downsample: float) -> int:
-    """A position near a share of the length that is a whole number of level-0 pixels."""
-    wanted = int(share * max(0, length - _PROBE_PX))
+def _exact_position(length: int, wanted: int, downsample: float) -> int:
+    """The position nearest to one wanted that is a whole number of level-0 pixels."""
     positions = np.arange(max(1, length - _PROBE_PX + 1))
     level0 = positions * downsample
     exact = positions[np.abs(level0 - np.round(level0)) <= _EXACT_PX * downsample]

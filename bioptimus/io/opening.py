@@ -125,6 +125,12 @@ def _faster_source(
             levels=[level for level in sorted(table.levels) if level < len(downsamples)],
             dimensions=metadata.level_dimensions,
             downsamples=downsamples,
+            # Where a tile is missing the judge stands in, and would be compared with itself.
+            fullest={
+                number: level.fullest
+                for number, level in table.levels.items()
+                if level.fullest is not None
+            },
             crew=crew,
         )
         if difference is None:
@@ -149,16 +155,14 @@ class _TileTable:
 
 
 def _tile_table(path: Path, metadata: Metadata, *, trust_photometric: bool) -> _TileTable | None:
-    """The levels of OpenSlide that are pages of a TIFF, found by their size."""
+    """The levels of OpenSlide that are pages of a TIFF."""
     try:
         with tifffile.TiffFile(path) as tiff:
             pages = [
                 page for page in tiff.pages if isinstance(page, tifffile.TiffPage) and page.is_tiled
             ]
             metadata, pages = _with_sub_levels(metadata, pages)
-            levels = _matching_levels(
-                pages, metadata.level_dimensions, trust_photometric=trust_photometric
-            )
+            levels = _matching_levels(pages, metadata, trust_photometric=trust_photometric)
             cut_off = cut_off_sentence(path.name, levels.values(), path.stat().st_size)
             metadata = replace(
                 metadata,
@@ -196,13 +200,14 @@ def _with_sub_levels(
 
 
 def _matching_levels(
-    pages: list[tifffile.TiffPage],
-    dimensions: tuple[tuple[int, int], ...],
-    *,
-    trust_photometric: bool,
+    pages: list[tifffile.TiffPage], metadata: Metadata, *, trust_photometric: bool
 ) -> dict[int, StoredLevel]:
     levels: dict[int, StoredLevel] = {}
+    dimensions = metadata.level_dimensions
     sizes = [(page.imagewidth, page.imagelength) for page in pages]
+    if metadata.vendor == "philips" and len(pages) == len(dimensions):
+        # Padded to whole tiles, which OpenSlide takes off; each tiled page is a level.
+        sizes = list(dimensions)
     for page, size in zip(pages, sizes, strict=True):
         # Two pages, or two levels, of one size: which is which cannot be told.
         if dimensions.count(size) != 1 or sizes.count(size) != 1:

@@ -88,6 +88,14 @@ class StoredLevel:
         size = self.tile_width * self.tile_height * self.samples * self.planes
         return self.across * self.down * size
 
+    @cached_property
+    def fullest(self) -> tuple[int, int] | None:
+        """(x, y) of the tile of most bytes, of a level that lacks some; None where none lacks."""
+        if self.lengths.all():
+            return None
+        row, column = divmod(int(self.lengths[: self.across * self.down].argmax()), self.across)
+        return (column * self.tile_width, row * self.tile_height)
+
     def can_reduce(self, factor: tuple[int, int]) -> bool:
         """Whether means over (x, y) factor pixels never reach across stored tiles."""
         if factor == (1, 1):
