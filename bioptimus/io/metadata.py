@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from bioptimus.io.sources import WHITE, Colour
 
 
@@ -18,6 +21,8 @@ class Metadata:
         warnings: What a user should know, one sentence each.
         stated_downsamples: Of each level, as the format itself states it; None where it does not,
             and for levels beyond the last.
+        stored: (rows, columns) of the stored tiles of level 0: false where the scanner left one
+            out, though coarser levels have pixels there. None where it left out none.
     """
 
     vendor: str
@@ -26,6 +31,7 @@ class Metadata:
     icc_profile: bytes | None = None
     warnings: tuple[str, ...] = ()
     stated_downsamples: tuple[float | None, ...] = ()
+    stored: npt.NDArray[np.bool_] | None = None
 
     @property
     def level_downsamples(self) -> tuple[tuple[float, float], ...]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import openslide
 import tifffile
 from openslide import lowlevel
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 # Formats whose stored tiles overlap or are moved about: a table of tiles does not tell where
 # their pixels belong.
 _MOVED_TILES = ("ventana", "trestle", "zeiss", "mirax", "dicom", "hamamatsu", "sakura")
+# What tifffile raises for a file that it cannot make out.
+_NO_TABLE = (tifffile.TiffFileError, OSError, ValueError, KeyError, IndexError)
 
 
 def open_source(path: Path, *, fast: bool, crew: Crew = ALONE) -> tuple[Metadata, PixelSource]:
@@ -49,6 +53,8 @@ def open_source(path: Path, *, fast: bool, crew: Crew = ALONE) -> tuple[Metadata
     if refused is not None:
         return _open_refused(path, refused, fast=fast)
     check_companions(path, metadata.properties)
+    if metadata.vendor == "philips":
+        metadata = replace(metadata, stored=_stored_tiles(path))
     judge = OpenSlideSource(path, handle, metadata.background)
     if not fast:
         return metadata, judge
@@ -90,6 +96,24 @@ def _stated_downsamples(handle: openslide.OpenSlide) -> Iterator[float | None]:
     for size, downsample in zip(handle.level_dimensions, handle.level_downsamples, strict=True):
         mean = (width / size[0] + height / size[1]) / 2
         yield None if math.isclose(downsample, mean, rel_tol=1e-9) else downsample
+
+
+def _stored_tiles(path: Path) -> npt.NDArray[np.bool_] | None:
+    """Which tiles of level 0 are there, of a Philips slide; None if all are, or none can tell.
+
+    Outside the areas scanned it has none, and shows white there where a coarser level's tile
+    reaches into one.
+    """
+    try:
+        with quiet_tifffile(path.name), tifffile.TiffFile(path) as tiff:
+            page = tiff.pages[0].aspage()
+            is_there = np.array(page.databytecounts) > 0
+            if not page.is_tiled or is_there.all():
+                return None
+            return is_there.reshape(-1, -(-page.imagewidth // page.tilewidth))
+    except _NO_TABLE as exc:
+        log.debug("%s: no tile table: %s", path.name, exc)
+        return None
 
 
 def _icc_profile(handle: openslide.OpenSlide, properties: Mapping[str, str]) -> bytes | None:
@@ -173,7 +197,7 @@ def _tile_table(path: Path, metadata: Metadata, *, trust_photometric: bool) -> _
                 ),
             )
             turned = any(_orientation(page) != 1 for page in pages if _fits(page, metadata))
-    except (tifffile.TiffFileError, OSError, ValueError, KeyError, IndexError) as exc:
+    except _NO_TABLE as exc:
         log.debug("%s: no tile table: %s", path.name, exc)
         return None
     if turned and len(levels) < len(metadata.level_dimensions):

@@ -192,6 +192,7 @@ class Slide:
             )
         self.size_files = _companions(path, metadata)
         self._options = options
+        self._stored = metadata.stored
         self._source = source
         self._crew = crew
 
@@ -389,16 +390,27 @@ class Slide:
             opaque[place] = 255 if whole else resample(alpha, offset=offset, scale=scale, size=part)
 
         self._crew.each(fill, _squares(size, step, done=done), at_once=_STRIPS_AT_ONCE)
+        by = self.level_downsamples[level]
+        downsample = (x * by[0], y * by[1])
+        if self._stored is not None:
+            left_out = self._left_out(self._stored, opaque.shape, downsample)
+            pixels[left_out], opaque[left_out] = self.background, 0
         return CoarseImage(
-            pixels=pixels,
-            opaque=opaque,
-            downsample=(
-                x * self.level_downsamples[level][0],
-                y * self.level_downsamples[level][1],
-            ),
-            level=level,
-            damaged=damaged,
+            pixels=pixels, opaque=opaque, downsample=downsample, level=level, damaged=damaged
         )
+
+    def _left_out(
+        self,
+        stored: npt.NDArray[np.bool_],
+        shape: tuple[int, ...],
+        downsample: tuple[float, float],
+    ) -> npt.NDArray[np.bool_]:
+        """Pixels of a coarse picture whose middle lies in a tile that level 0 does not have."""
+        (width, height), (rows, columns) = self._source.stored_tile(0), stored.shape
+        y = ((np.arange(shape[0]) + 0.5) * downsample[1] / height).astype(np.int64)
+        x = ((np.arange(shape[1]) + 0.5) * downsample[0] / width).astype(np.int64)
+        is_there = stored[np.ix_(y.clip(max=rows - 1), x.clip(max=columns - 1))]
+        return np.asarray(~is_there, dtype=np.bool_)
 
     def _fill_from_stored_tiles(
         self, level: int, scale: tuple[float, float], pixels: Pixels, opaque: Pixels
