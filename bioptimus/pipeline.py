@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus import __version__
+from bioptimus.counting import counted
 from bioptimus.errors import (
     BioptimusError,
     CheckpointError,
@@ -67,6 +68,8 @@ _BATCHES_UNDER_WAY = 3
 # The 10 of "magnification = 10 / mpp": a 10x objective gives about 1 µm per pixel.
 _MAGNIFICATION_TIMES_MPP = 10.0
 THUMBNAIL_PX = 1024
+# A badly damaged slide has ten thousand failed tiles, of which each would say the same.
+_FAILED_TILES_TOLD = 5
 # Closer than this, a tile is at the model's own scale: scanners vary as much.
 _SAME_SCALE_TOLERANCE = 0.02
 
@@ -392,6 +395,14 @@ def _process(
             state: Literal["ok", "empty"] = "ok" if report.tiles_planned else "empty"
             with report.seconds.measure("write"):
                 writer.finish(state=state)
+            if (more := report.tiles_failed - _FAILED_TILES_TOLD) > 0:
+                log.warning(
+                    "%s: %s failed besides; failed_tiles in %s lists all %d",
+                    job.name,
+                    counted(more, "tile"),
+                    job.output,
+                    report.tiles_failed,
+                )
         finally:
             writer.close()
         report.state = state
@@ -867,14 +878,17 @@ class _SlideWork:
             SlideReadError: More than the allowed share of the planned tiles failed.
         """
         x, y = self.plan.coords[row]
-        log.warning("%s: tile at (%d, %d) failed in %s: %s", self.job.name, x, y, stage, reason)
+        told = self.report.tiles_failed < _FAILED_TILES_TOLD
+        level = logging.WARNING if told else logging.DEBUG
+        log.log(level, "%s: tile at (%d, %d) failed in %s: %s", self.job.name, x, y, stage, reason)
         self.writer.fail_tile(row, stage=stage, reason=str(reason))
         self.report.tiles_failed += 1
         planned, failed = self.report.tiles_planned, self.report.tiles_failed
         if failed > self.options.max_failed_tiles * planned:
             raise SlideReadError(
-                f"{self.job.name}: {failed} of {planned} tiles failed, more than "
-                f"--max-failed-tiles {self.options.max_failed_tiles:g} allows; the last: {reason}"
+                f"{self.job.name}: {failed} of {planned} tiles failed so far, more than "
+                f"--max-failed-tiles {self.options.max_failed_tiles:g} allows; raise it to go on "
+                f"without them, or mend what the last one tells: {reason}"
             )
 
 

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bioptimus.batch.inputs import SlideInput, model_folder, output_path
+from bioptimus.batch.report import RUNS_FOLDER, read_accounts
 from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
 from bioptimus.counting import counted
 from bioptimus.errors import OutputError, StoppedError, UsageError
@@ -90,6 +92,7 @@ def verify(
         raise UsageError(f"{out}: no such folder or file")
     if out.is_file() and slides is not None:
         raise UsageError(f"{out}: is one file; name its folder to see which slides lack a result")
+    why_unfinished = _Unfinished()
     findings: list[Finding] = []
     found: dict[Path, Facts] = {}
     files = 0
@@ -97,7 +100,9 @@ def verify(
     with _Checker(stop, whole_up_to_bytes=math.inf if deep else _SMALL_BYTES) as check:
         for path in _paths(out, stop):
             problems: Sequence[str] = ()
-            if leftover := _leftover(path):
+            if path.name.endswith(".h5" + PART_SUFFIX):
+                problems = [why_unfinished(path)]
+            elif leftover := _leftover(path):
                 problems = [leftover]
             elif path.suffix == ".h5":
                 files += 1
@@ -226,10 +231,29 @@ def _words_for(exit_code: int) -> str:
     return f"the process that read it ended with exit code {exit_code}"
 
 
+class _Unfinished:
+    """Says why a part is no result yet, by the accounts of the runs in the folder above it."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[Path, dict[str, dict[str, Any]]] = {}
+
+    def __call__(self, part: Path) -> str:
+        out = next(
+            (each for each in part.absolute().parents if (each / RUNS_FOLDER).is_dir()), None
+        )
+        if out is not None:
+            if out not in self._accounts:
+                self._accounts[out] = read_accounts(out).by_result()
+            result = part.absolute().with_suffix("").relative_to(out).as_posix()
+            record = self._accounts[out].get(result)
+            if record is not None and record["state"] == "failed":
+                # The same command might fail in the same way.
+                return f"is unfinished: its slide failed: {record['reason']}"
+        return "is unfinished; run the same command again to go on with it"
+
+
 def _leftover(path: Path) -> str | None:
     """What a file beside the results says of a run that did not end; None for a result."""
-    if path.name.endswith(".h5" + PART_SUFFIX):
-        return "is unfinished; run the same command again to go on with it"
     if f".h5{PART_SUFFIX}." in path.name:
         return "was left by a process that was killed; the next run of this slide removes it"
     if f".h5{CLAIM_SUFFIX}" in path.name:

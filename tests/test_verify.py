@@ -18,6 +18,7 @@ from bioptimus.inference.layout import digest_of
 from bioptimus.verify import verify
 from cli.main import main
 from tests.result_files import DIM, NAMES, make_result
+from tests.slides import damage_tile, tissue, write_pyramid
 
 
 def problems(out: Path, *, deep: bool = False) -> list[str]:
@@ -471,6 +472,24 @@ def test_slides_without_a_result_are_named_for_each_model(
     assert [finding.path for finding in found] == [Path("sub/c.h5.part")]
     found = verify(out / "tiny", slides=find_inputs([str(slides)]).slides).findings
     assert [finding.path.name for finding in found] == ["c.h5.part"]
+
+
+def test_part_of_a_slide_that_failed_tells_why_and_not_to_do_the_same_again(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slide = write_pyramid(tmp_path / "a.tif", tissue(512, 512), mpp=0.5, factors=(1,))
+    damage_tile(slide)
+    out = tmp_path / "out"
+    words = ["embed", str(slide), "--model", str(model), "--tissue", "none", "--out", str(out)]
+    assert main(words) == 1
+    for folder in (out, out / "tiny"):
+        capsys.readouterr()
+        assert main(["verify", str(folder)]) == 1
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"{out}/tiny/a.h5.part: is unfinished: its slide failed: a.tif: ")
+        assert "--max-failed-tiles 0.01 allows; raise it" in line
+    assert main([*words, "--max-failed-tiles", "0.5"]) == 0
+    assert problems(out) == []
 
 
 def test_the_folder_of_the_results_is_not_that_of_the_slides(

@@ -468,6 +468,14 @@ class Accounts:
             return {**record, "state": "failed", "reason": _GONE}
         return {**_of_file(found, record, told), "output": str(found)}
 
+    def by_result(self) -> dict[str, dict[str, Any]]:
+        """The record that counts of each slide, by its result's path below the folder."""
+        return {
+            result: _that_counts(self._told[key])
+            for key, result in self._results.items()
+            if key in self._told
+        }
+
     def summary(self) -> RunsSummary:
         """All of it."""
         models = sorted({model for _, model in (*self._told, *self._planned)})
