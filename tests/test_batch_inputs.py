@@ -13,13 +13,13 @@ import pytest
 from bioptimus.batch.inputs import (
     Inputs,
     SlideInput,
-    companions,
     find_inputs,
     output_path,
     strip_extension,
 )
 from bioptimus.batch.lists import write_list
 from bioptimus.errors import UsageError
+from bioptimus.io.companions import companions
 
 
 def touch(*paths: Path) -> None:
@@ -604,7 +604,8 @@ def test_dicom_series_counts_once_however_it_is_given(
     assert reasons(inputs)["a.dcm"] == "companion: same DICOM series as 1.2.3"
     named = find_inputs([tmp_path / "d" / "b.dcm", tmp_path / "d" / "a.dcm"])
     assert names(named) == ["1.2.3"]
-    assert [p.name for p in companions(tmp_path / "d" / "a.dcm")] == ["1.2.3", "b.dcm"]
+    alone = SlideInput(path=tmp_path / "d" / "a.dcm", relative=PurePath("a.dcm"))
+    assert [p.name for p in alone.files()] == ["a.dcm", "1.2.3", "b.dcm"]
 
 
 def test_dicom_series_with_a_folder_to_itself_is_named_after_the_folder(

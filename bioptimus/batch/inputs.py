@@ -23,6 +23,7 @@ from bioptimus.batch.dicom_series import DicomFolder, may_be_dicom
 from bioptimus.batch.lists import LIST_EXTENSION, Row, listed_relative, parse_list, read_list
 from bioptimus.counting import counted
 from bioptimus.errors import OutputError, UsageError
+from bioptimus.io.companions import LISTS_OF_PICTURES, companions
 from bioptimus.io.refusals import why_unreadable
 
 # Longest first: ``a.ome.tiff`` loses ``.ome.tiff``, not ``.tiff``.
@@ -102,6 +103,9 @@ class SlideInput:
         """List the slide's own file and its companions, in that order; looks at the disk."""
         if self.series:
             return (self.path, *(p for p in self.series if p != self.path))
+        if may_be_dicom(self.path.name):
+            series = DicomFolder.read(self.path.parent).series_of(self.path)
+            return (self.path, *(p for p in series if p != self.path))
         return (self.path, *companions(self.path))
 
     def size(self) -> int:
@@ -198,27 +202,6 @@ def strip_extension(name: str) -> str:
         if lower.endswith(extension) and len(name) > len(extension):
             return name[: -len(extension)]
     return name
-
-
-def companions(path: Path) -> tuple[Path, ...]:
-    """List the files that a slide of several files cannot be read without.
-
-    Args:
-        path: The file that OpenSlide is given: ``.mrxs``, ``.vms``, ``.vmu``, a DICOM file, or
-            any other, which has none.
-
-    Returns:
-        Files beside it or in its folder, sorted, without ``path``; empty where they are missing.
-    """
-    extension = path.suffix.lower()
-    if extension == ".mrxs":
-        return tuple(sorted(p for p in path.with_suffix("").glob("*") if p.is_file()))
-    if extension in (".vms", ".vmu"):
-        return _files_named_in(path)
-    if may_be_dicom(path.name):
-        series = DicomFolder.read(path.parent).series_of(path)
-        return tuple(p for p in series if p != path)
-    return ()
 
 
 # Everything below turns arguments into slides.
@@ -324,9 +307,16 @@ class _Finder:
             self.skipped.append(Skipped(folder, "MIRAX data without the .mrxs file beside it"))
             return
         folders = []
+        lists = [name for name in files if name.endswith(LISTS_OF_PICTURES)]
+        pictures = {
+            p for name, _ in names if name.lower() in lists for p in companions(folder / name)
+        }
         for name, is_folder in names:
             path = folder / name
-            reason = _folder_reason(path, files) if is_folder else _file_reason(path)
+            if path in pictures:
+                reason: str | None = f"companion: named by one of {', '.join(sorted(lists))}"
+            else:
+                reason = _folder_reason(path, files) if is_folder else _file_reason(path)
             if reason is not None:
                 self.skipped.append(Skipped(path, reason))
             elif is_folder:
@@ -638,14 +628,3 @@ def _folder_name(model_name: str) -> str:
 # Slides of several files.
 
 _MIRAX_INDEX = "slidedat.ini"
-
-
-def _files_named_in(index: Path) -> tuple[Path, ...]:
-    """List the files beside a Hamamatsu ``.vms`` or ``.vmu`` that its text names."""
-    try:
-        text = index.read_text(encoding="latin-1")
-    except OSError:
-        return ()
-    names = {line.partition("=")[2].strip() for line in text.splitlines()}
-    paths = (index.parent / name for name in names if name and name == PurePath(name).name)
-    return tuple(sorted(p for p in paths if p != index and p.is_file()))

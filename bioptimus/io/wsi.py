@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from bioptimus.errors import ResolutionError, SlideReadError, UsageError
 from bioptimus.io.blocks import Indices, band_rows, blocks_of, most_band_rows
+from bioptimus.io.companions import companions
 from bioptimus.io.crew import ALONE, Crew
 from bioptimus.io.icc import SrgbTransform
 from bioptimus.io.levels import LevelChoice, choose_level, finer_levels
@@ -655,14 +656,11 @@ def _bounds(properties: Mapping[str, str]) -> tuple[int, int, int, int] | None:
 
 def _companions(path: Path, metadata: Metadata) -> tuple[Path, ...]:
     """The file itself and what belongs to it."""
-    if metadata.vendor == "mirax":
-        folder = path.with_suffix("")
-        return (path, *sorted(file for file in folder.rglob("*") if file.is_file()))
     if metadata.vendor == "dicom":
         series = metadata.properties.get("dicom.SeriesInstanceUID", "").encode()
         others = (file for file in path.parent.iterdir() if file.is_file() and file != path)
         return tuple(sorted([path, *(file for file in others if _names(file, series))]))
-    return (path,)
+    return (path, *companions(path))
 
 
 # The header of a DICOM file, where its series is named, lies within this.
