@@ -18,17 +18,17 @@ from PIL import Image
 from bioptimus.batch.inputs import find_inputs
 from bioptimus.batch.stage import Stager
 from bioptimus.errors import SlideOpenError
+from bioptimus.io.companions import companions
 from bioptimus.io.sources import OpenSlideSource
 from bioptimus.io.wsi import OpenOptions, Slide
 from bioptimus.planning import PlanOptions, plan_slide
 from bioptimus.tiles import Tile, TileSpec, plan_tiles
 from cli.main import main
 from tests import vendor_slides
-from tests.slides import damage_tile, tissue, white
+from tests.slides import damage_tile, tile_place, tissue, white
 from tests.tiny_models import tiny
 
 Pixels = npt.NDArray[np.uint8]
-Colour = tuple[int, int, int]
 
 # What was not scanned, of MIRAX: no white, so that it is seen to be the slide's own colour.
 MIRAX_GLASS = (0xE8, 0xF0, 0xF4)
@@ -60,6 +60,8 @@ FORMATS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "hamamatsu.ndpi": ("hamamatsu", lambda path: vendor_slides.write_ndpi(path, specimen())),
     "philips.tiff": ("philips", write_philips),
     "ventana.bif": ("ventana", lambda path: vendor_slides.write_ventana(path, specimen())),
+    "trestle.tif": ("trestle", lambda path: vendor_slides.write_trestle(path, specimen())),
+    "two.vms": ("hamamatsu", lambda path: vendor_slides.write_vms(path, specimen())),
 }
 
 
@@ -77,10 +79,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def openslide_pixels(
-    slide: openslide.OpenSlide, corner: tuple[int, int], level: int, side: int, glass: Colour
+    slide: openslide.OpenSlide, corner: tuple[int, int], level: int, side: int
 ) -> Pixels:
     image = slide.read_region(corner, level, (side, side))
-    canvas = Image.new("RGBA", image.size, (*glass, 255))
+    glass = slide.properties.get("openslide.background-color", "ffffff")
+    canvas = Image.new("RGBA", image.size, f"#{glass}")
     canvas.alpha_composite(image)
     return np.asarray(canvas.convert("RGB"))
 
@@ -98,9 +101,7 @@ def test_every_tile_at_the_scale_of_a_level_is_what_openslide_gives(
         grid = plan_tiles(slide.dimensions, spec=spec, mpp=slide.mpp)
         assert len(grid) >= 30
         for tile, got in zip(grid, tiles.read_block(list(grid)), strict=True):
-            expected = openslide_pixels(
-                right, (tile.x, tile.y), level, spec.size_px, slide.background
-            )
+            expected = openslide_pixels(right, (tile.x, tile.y), level, spec.size_px)
             # Half-clear pixels, at the seams of MIRAX: PIL rounds them twice.
             np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1.0)
 
@@ -210,8 +211,7 @@ def test_rows_are_those_of_openslides_pixels_at_their_coordinates(
     with h5py.File(result_of(results, name)) as file, openslide.OpenSlide(folder / name) as slide:
         coords, features = file["coords"][:], file["features"][:]
         assert len(coords) >= 40
-        glass = MIRAX_GLASS if name == "mirax.mrxs" else (255, 255, 255)
-        tiles = [openslide_pixels(slide, (int(x), int(y)), 1, 64, glass) for x, y in coords]
+        tiles = [openslide_pixels(slide, (int(x), int(y)), 1, 64) for x, y in coords]
     with torch.inference_mode():
         expected = tiny()(torch.from_numpy(np.stack(tiles)))
     np.testing.assert_allclose(features, expected.numpy(), atol=2e-3)
@@ -228,26 +228,30 @@ def test_pictures_of_label_and_glass_are_not_in_a_result(results: Path, name: st
 
 def damage(slide: Path) -> None:
     """Overwrite one stored image in the middle of level 0."""
-    path, start, length = slide, 0, 200
-    if slide.suffix in (".tiff", ".bif"):
-        damage_tile(slide, index=14)
+    path, marker, kept = slide, b"\xff[\xd0-\xd7]", 2
+    if slide.suffix in (".tif", ".tiff", ".bif"):
+        lengths = [tile_place(slide, index=index)[1] for index in range(20)]
+        damage_tile(slide, index=int(np.argmax(lengths)))
         return
     if slide.suffix == ".mrxs":
-        path = slide.with_suffix("") / "Data0000.dat"
+        path, marker, kept = slide.with_suffix("") / "Data0000.dat", b"\xff\xd8\xff", 0
+    if slide.suffix == ".vms":
+        path = slide.with_name("two-1.jpg")
     data = path.read_bytes()
-    # Of NDPI the data after a restart marker: of the row of 8 px at 640 px.
-    marker = b"\xff\xd8\xff" if slide.suffix == ".mrxs" else b"\xff[\xd0-\xd7]"
+    # A JPEG's beginning, or the data after a restart marker: those of a row of blocks.
     starts = [found.start() for found in re.finditer(marker, data)]
-    start = starts[len(starts) // 2] + (0 if slide.suffix == ".mrxs" else 2)
-    path.write_bytes(data[:start] + bytes(length) + data[start + length :])
+    start = starts[len(starts) // 2] + kept
+    path.write_bytes(data[:start] + b"\xff\xd9" * 100 + data[start + 200 :])
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_damaged_image_costs_only_the_tiles_that_lie_in_it(
     folder: Path, results: Path, model: Path, tmp_path: Path, name: str
 ) -> None:
-    if name == "mirax.mrxs":
-        shutil.copytree(folder / "mirax", tmp_path / "mirax")
+    for file in companions(folder / name):
+        copy = tmp_path / file.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     damaged = Path(shutil.copyfile(folder / name, tmp_path / name))
     damage(damaged)
     words = ["--model", str(model), "--out", str(tmp_path / "out"), "--max-failed-tiles", "0.5"]
@@ -261,6 +265,24 @@ def test_damaged_image_costs_only_the_tiles_that_lie_in_it(
 
 
 # ---- slides of several files ----
+
+
+def test_pictures_of_a_vms_slide_are_its_own_and_count_for_its_size(folder: Path) -> None:
+    inputs = find_inputs([folder])
+    assert len(inputs.slides) == len(FORMATS)
+    assert all(reason.startswith("companion: ") for _, reason in inputs.skipped)
+    files = sorted(folder.glob("two*"))
+    assert len(files) == 5
+    with Slide.open(folder / "two.vms") as slide:
+        assert sorted(slide.size_files) == files
+        assert slide.size_bytes == sum(file.stat().st_size for file in files)
+
+
+def test_trestle_tags_with_um_per_pixel_are_no_contradiction(folder: Path) -> None:
+    """Elsewhere these tags have pixels per unit: as such they would mean 10 cm per pixel."""
+    with Slide.open(folder / "trestle.tif") as slide:
+        assert slide.mpp == (0.25, 0.25)
+        assert slide.warnings == []
 
 
 @pytest.fixture

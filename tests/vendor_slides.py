@@ -306,6 +306,36 @@ def _add_ndpi_page(
     return len(data) - 8 - 4 * count
 
 
+# ---- Hamamatsu VMS ----
+
+
+def write_vms(path: Path, pixels: Pixels, *, mpp: tuple[float, float] = (0.25, 0.25)) -> Path:
+    """A text that names files beside it: level 0 in two JPEGs side by side, and a map of both.
+
+    Args:
+        path: Of the text.
+        pixels: Level 0; width a multiple of 32, height of 16.
+        mpp: (x, y) µm/px.
+    """
+    height, width = pixels.shape[:2]
+    pictures = {
+        "ImageFile": pixels[:, : width // 2],
+        "ImageFile(1,0)": pixels[:, width // 2 :],
+        "MapFile": half(pixels, 16),
+        "MacroImage": _plain(MACRO_COLOUR),
+    }
+    text = (
+        "[Virtual Microscope Specimen]\nNoLayers=1\nNoJpegColumns=2\nNoJpegRows=1\nSourceLens=40\n"
+        f"PhysicalWidth={width * mpp[0] * 1000:.0f}\nPhysicalHeight={height * mpp[1] * 1000:.0f}\n"
+    )
+    for number, (key, picture) in enumerate(pictures.items()):
+        file = path.with_name(f"{path.stem}-{number}.jpg")
+        file.write_bytes(jpeg(picture, restart_rows=True))
+        text += f"{key}={file.name}\n"
+    path.write_text(text)
+    return path
+
+
 # ---- Philips TIFF ----
 
 
@@ -402,6 +432,64 @@ def _philips_xml(mpp: tuple[float, float], factors: Sequence[int]) -> str:
     )
 
 
+def _overlapping(
+    pixels: Pixels, grid: tuple[int, int], overlap: tuple[int, int], tile: int
+) -> Pixels:
+    """Tiles that overlap in the slide, side by side."""
+    mosaic = np.full((grid[1] * tile, grid[0] * tile, 3), 255, np.uint8)
+    for row in range(grid[1]):
+        for column in range(grid[0]):
+            x, y = column * (tile - overlap[0]), row * (tile - overlap[1])
+            part = pixels[y : y + tile, x : x + tile]
+            top, left = row * tile, column * tile
+            mosaic[top : top + part.shape[0], left : left + part.shape[1]] = part
+    return mosaic
+
+
+# ---- Trestle ----
+
+
+def write_trestle(
+    path: Path, pixels: Pixels, *, mpp: float = 0.25, overlaps: Sequence[int] = (16, 8, 4)
+) -> Path:
+    """Tiles that overlap, at each level by another number of pixels; half the size each.
+
+    Args:
+        path: Where it is written.
+        pixels: Level 0.
+        mpp: µm/px, which stand in the tags that elsewhere have pixels per unit.
+        overlaps: Pixels by which the tiles of each level overlap, along both axes.
+    """
+    fields = ";".join(
+        [
+            "Background Color=E6E6E6",
+            "White Balance=CCCCCC",
+            "Objective Power=40",
+            "OverlapsXY= " + " ".join(f"{by} {by}" for by in overlaps),
+        ]
+    )
+    with tifffile.TiffWriter(path) as writer:
+        for number, by in enumerate(overlaps):
+            level = pixels if number == 0 else half(pixels, 2**number)
+            height, width = level.shape[:2]
+            across, down = (-(-(length - by) // (256 - by)) for length in (width, height))
+            mosaic = _overlapping(level, (across, down), (by, by), 256)
+            writer.write(
+                _jpeg_tiles(mosaic, 256),
+                shape=(height + (down - 1) * by, width + (across - 1) * by, 3),
+                dtype=np.uint8,
+                tile=(256, 256),
+                photometric="ycbcr",
+                compression="jpeg",
+                subsampling=(1, 1),
+                software="MedScan" if number == 0 else False,
+                description=fields if number == 0 else None,
+                resolution=(mpp, mpp),
+                metadata=None,
+            )
+    return path
+
+
 # ---- Ventana BIF ----
 
 
@@ -426,13 +514,7 @@ def write_ventana(
         factors: Whole downsample of each level, 1 first.
         tile: Side of the stored tiles.
     """
-    mosaic = np.full((grid[1] * tile, grid[0] * tile, 3), 255, np.uint8)
-    for row in range(grid[1]):
-        for column in range(grid[0]):
-            x, y = column * (tile - overlap[0]), row * (tile - overlap[1])
-            part = pixels[y : y + tile, x : x + tile]
-            top, left = row * tile, column * tile
-            mosaic[top : top + part.shape[0], left : left + part.shape[1]] = part
+    mosaic = _overlapping(pixels, grid, overlap, tile)
     scanner = f'<iScan Magnification="40" ScanRes="{mpp:g}" Z-layers="1"/>'
     with tifffile.TiffWriter(path, bigtiff=True) as writer:
         writer.write(

@@ -376,11 +376,12 @@ def _vendor_claims(properties: Mapping[str, str]) -> Iterable[Candidate | None]:
     if "aperio.MPP" not in properties:
         yield claim_from_description(get("tiff.ImageDescription") or get("openslide.comment"))
     unit = get("tiff.ResolutionUnit", "inch")
-    yield _claim(
-        f"tiff.XResolution per {unit}",
-        mpp_from_density(get("tiff.XResolution"), unit),
-        mpp_from_density(get("tiff.YResolution"), unit),
-    )
+    if get("openslide.vendor") != "trestle":  # which has µm/px in these tags
+        yield _claim(
+            f"tiff.XResolution per {unit}",
+            mpp_from_density(get("tiff.XResolution"), unit),
+            mpp_from_density(get("tiff.YResolution"), unit),
+        )
     for key in ("philips.DICOM_PIXEL_SPACING", "dicom.PixelSpacing"):
         yield _spacing_mm(key, get(key))
     measures = "dicom.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].PixelSpacing"
