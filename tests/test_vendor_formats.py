@@ -54,12 +54,18 @@ def write_philips(path: Path) -> Path:
     return vendor_slides.write_philips(path, specimen()[:1100, :1400], missing=[(0, 0), (1, 0)])
 
 
+def write_iscan(path: Path) -> Path:
+    """The older kind of Ventana, without overlaps: levels are padded to whole tiles."""
+    return vendor_slides.write_ventana(path, specimen(), overlap=(0, 0), joints=False)
+
+
 # File name, OpenSlide's name, writer.
 FORMATS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "mirax.mrxs": ("mirax", write_mirax),
     "hamamatsu.ndpi": ("hamamatsu", lambda path: vendor_slides.write_ndpi(path, specimen())),
     "philips.tiff": ("philips", write_philips),
     "ventana.bif": ("ventana", lambda path: vendor_slides.write_ventana(path, specimen())),
+    "iscan.tif": ("ventana", write_iscan),
     "trestle.tif": ("trestle", lambda path: vendor_slides.write_trestle(path, specimen())),
     "two.vms": ("hamamatsu", lambda path: vendor_slides.write_vms(path, specimen())),
 }
@@ -106,14 +112,23 @@ def test_every_tile_at_the_scale_of_a_level_is_what_openslide_gives(
             np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1.0)
 
 
-@pytest.mark.parametrize("name", ["mirax.mrxs", "ventana.bif"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_coarse_picture_shows_the_slide_and_no_padding_of_a_level(folder: Path, name: str) -> None:
+    with Slide.open(folder / name) as slide:
+        for picture in (slide.coarse_image(8.0), slide.thumbnail(200)):
+            shown = picture.pixels.shape[1::-1]
+            for length, by, whole in zip(shown, picture.downsample, slide.dimensions, strict=True):
+                assert abs(length * by - whole) <= 1.5 * by
+
+
+@pytest.mark.parametrize("name", ["mirax.mrxs", "ventana.bif", "iscan.tif"])
 def test_scale_that_a_format_states_is_not_guessed_from_the_size_of_its_levels(
     folder: Path, name: str
 ) -> None:
-    """Levels end in a part of a pixel, so their sizes are not to the scale."""
+    """Levels end in a part of a pixel or are padded, so their sizes are not to the scale."""
     with Slide.open(folder / name) as slide:
         sizes = slide.level_dimensions
-        assert sizes[0][0] / sizes[2][0] != 4
+        assert (sizes[0][0] / sizes[2][0], sizes[0][1] / sizes[2][1]) != (4, 4)
         assert slide.level_downsamples[:3] == ((1, 1), (2, 2), (4, 4))
 
 

@@ -502,6 +502,7 @@ def write_ventana(
     overlap: tuple[int, int] = (9, 6),
     factors: Sequence[int] = (1, 2, 4),
     tile: int = 256,
+    joints: bool = True,
 ) -> Path:
     """One scanned area of overlapping tiles; the coarser levels are made with the overlaps in.
 
@@ -526,7 +527,7 @@ def write_ventana(
         )
         for number, factor in enumerate(factors):
             level = mosaic if factor == 1 else _padded(half(mosaic, factor), tile)
-            joints = _ventana_joints(grid, overlap, tile)
+            told = _ventana_joints(grid, overlap, tile)
             writer.write(
                 _jpeg_tiles(level, tile),
                 shape=level.shape,
@@ -537,7 +538,7 @@ def write_ventana(
                 subsampling=(1, 1),
                 description=f"level={number} mag={40 / factor:g} quality=90",
                 metadata=None,
-                extratags=[_xmp(joints)] if factor == 1 else [],
+                extratags=[_xmp(told)] if factor == 1 and joints else [],
             )
     return path
 

@@ -357,7 +357,7 @@ class Slide:
             square_px: Side of the squares in level pixels, those that cannot be read being left
                 blank. None: large ones, and a square that cannot be read ends it.
         """
-        width, height = self.level_dimensions[level]
+        width, height = self._level_inside(level)
         x, y = map(_cheap_factor, wanted, self.level_downsamples[level])
         size = (max(1, math.ceil(width / x)), max(1, math.ceil(height / y)))
         scale = (x, y)
@@ -400,6 +400,13 @@ class Slide:
             pixels=pixels, opaque=opaque, downsample=downsample, level=level, damaged=damaged
         )
 
+    def _level_inside(self, level: int) -> tuple[int, int]:
+        """(width, height) of a level without the padding that some have beyond level 0."""
+        (width, height), (x, y) = self.level_dimensions[level], self.level_downsamples[level]
+        # A product of sizes and their quotient may miss a whole number by dust.
+        most = (math.ceil(self.dimensions[0] / x - 1e-6), math.ceil(self.dimensions[1] / y - 1e-6))
+        return (min(width, most[0]), min(height, most[1]))
+
     def _left_out(
         self,
         stored: npt.NDArray[np.bool_],
@@ -431,10 +438,8 @@ class Slide:
         if not all(by.is_integer() for by in scale):
             return (0, 0)
         factor = (int(scale[0]), int(scale[1]))
-        size = (
-            self.level_dimensions[level][0] // factor[0],
-            self.level_dimensions[level][1] // factor[1],
-        )
+        width, height = self._level_inside(level)
+        size = (width // factor[0], height // factor[1])
         # Whole stored tiles: those across a border would be decoded twice. A row of them, since
         # those lie side by side in the file.
         step = tuple(
