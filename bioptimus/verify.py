@@ -100,16 +100,17 @@ def verify(
     with _Checker(stop, whole_up_to_bytes=math.inf if deep else _SMALL_BYTES) as check:
         for path in _paths(out, stop):
             problems: Sequence[str] = ()
-            if path.name.endswith(".h5" + PART_SUFFIX):
-                problems = [why_unfinished(path)]
-            elif leftover := _leftover(path):
-                problems = [leftover]
-            elif path.suffix == ".h5":
+            # First, as a slide may be called a.h5.part.svs.
+            if path.suffix == ".h5":
                 files += 1
                 checked = check(path)
                 problems = checked.problems
                 if checked.facts is not None:
                     found[path] = checked.facts
+            elif path.name.endswith(".h5" + PART_SUFFIX):
+                problems = [why_unfinished(path)]
+            elif leftover := _leftover(path):
+                problems = [leftover]
             findings += [Finding(path=path, problem=problem) for problem in problems]
     if slides is not None:
         findings += _against(out, slides, found, {finding.path for finding in findings})
@@ -253,7 +254,7 @@ class _Unfinished:
 
 
 def _leftover(path: Path) -> str | None:
-    """What a file beside the results says of a run that did not end; None for a result."""
+    """What a file beside the results says of a run that did not end; None where nothing."""
     if f".h5{PART_SUFFIX}." in path.name:
         return "was left by a process that was killed; the next run of this slide removes it"
     if f".h5{CLAIM_SUFFIX}" in path.name:

@@ -97,8 +97,11 @@ class LineProgress:
 
     def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
         """One line for the slide; its file's path on stdout."""
-        self._ended += 1
-        self._line(f"[{self._ended}/{self._slides}] {slide_line(job.name, report)}")
+        text = slide_line(job.name, report)
+        with self._lock, contextlib.suppress(OSError):
+            # Together, or of two slides that end at once the later number might come first.
+            self._ended += 1
+            self._write(one_line(f"[{self._ended}/{self._slides}] {text}"))
         self._result(report.output)
 
     def _result(self, path: str) -> None:

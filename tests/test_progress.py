@@ -1,13 +1,15 @@
 """What the terminal shows while a run goes on."""
 
+import io
 import json
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from bioptimus.pipeline import SlideJob, SlideReport, Timings
-from cli.progress import BarProgress, event_line, one_line, slide_line
+from cli.progress import BarProgress, LineProgress, event_line, one_line, slide_line
 
 
 def test_tiles_of_a_slide_whose_end_was_told_do_not_end_the_display() -> None:
@@ -20,6 +22,27 @@ def test_tiles_of_a_slide_whose_end_was_told_do_not_end_the_display() -> None:
         progress.slide_ended(job, SlideReport(slide="a.svs", state="stopped"))
         progress.tiles_done(job, 4)
         assert progress._progress.tasks[0].completed == 1
+
+
+def test_slides_that_end_at_once_are_counted_in_the_order_of_their_lines() -> None:
+    job = SlideJob(path=Path("a.svs"), output=Path("a.h5"), name="a.svs")
+    told = io.StringIO()
+    progress = LineProgress(told)
+    progress.run_started(2)
+    report = SlideReport(slide="a.svs", state="ok")
+    other = threading.Thread(target=progress.slide_ended, args=(job, report))
+
+    class Meanwhile(str):
+        """A reason that another slide ends over, while its own line is made."""
+
+        def __bool__(self) -> bool:
+            other.start()
+            other.join(10)
+            return True
+
+    progress.slide_ended(job, SlideReport(slide="a.svs", state="ok", reason=Meanwhile("slow")))
+    assert not other.is_alive()
+    assert told.getvalue() == "2 slides\n[1/2] a.svs: ok\n[2/2] a.svs: ok, slow\n"
 
 
 def test_slide_of_which_nothing_was_left_to_compute_has_no_rate() -> None:

@@ -448,6 +448,15 @@ def test_deep_reads_what_the_fast_check_leaves_out_of_large_files(
     assert problems(out, deep=True) == found
 
 
+@pytest.mark.parametrize("name", ["a.h5", "a.h5.part", "a.h5.part.01234567", "a.h5.claim"])
+def test_result_of_a_slide_with_a_name_like_a_leftover_is_a_result(
+    tmp_path: Path, name: str
+) -> None:
+    make_result(tmp_path / "tiny" / f"{name}.h5")
+    found = verify(tmp_path)
+    assert (found.files, found.findings) == (1, ())
+
+
 def test_slides_without_a_result_are_named_for_each_model(
     out: Path,
     tmp_path: Path,
