@@ -42,7 +42,7 @@ class LineProgress:
         """Write to a stream; stderr if not given."""
         self._stream = stream or sys.stderr
         self._lock = threading.Lock()
-        self._slides = self._ended = 0
+        self._slides = self._ended = self._not_begun = 0
         self._loading_since = time.monotonic()
         self.unwritten: OSError | None = None  # why paths are missing on stdout
 
@@ -98,10 +98,18 @@ class LineProgress:
     def slide_ended(self, job: "SlideJob", report: "SlideReport") -> None:
         """One line for the slide; its file's path on stdout."""
         text = slide_line(job.name, report)
+        begun = report.state != "stopped" or report.seconds.total > 0
         with self._lock, contextlib.suppress(OSError):
             # Together, or of two slides that end at once the later number might come first.
             self._ended += 1
-            self._write(one_line(f"[{self._ended}/{self._slides}] {text}"))
+            count = f"[{self._ended}/{self._slides}]"
+            if begun:
+                self._write(one_line(f"{count} {text}"))
+            else:
+                self._not_begun += 1
+            if self._not_begun and self._ended == self._slides:
+                # One line for all: those of 100,000 slides would hide what went before.
+                self._write(f"{count} {counted(self._not_begun, 'slide')} stopped, not started")
         self._result(report.output)
 
     def _result(self, path: str) -> None:

@@ -423,8 +423,9 @@ def test_name_without_room_for_its_result_is_told_before_the_slide_is_read(
     ("text", "message"),
     [
         ("path,mpp\nx.svs,1\n", "no column 'slide'.*found: path, mpp"),
-        ("", "found: nothing"),
         ("slide\n", "no slides in this list"),
+        ("", "no slides in this list"),
+        ("# a.svs\n\n", "no slides in this list"),
         ("slide,mpp\nx.svs,abc\n", "line 2: mpp 'abc' is not a number of µm per pixel"),
         ("slide,mpp\n\nx.svs,0\n", "line 3: mpp '0'"),
         ("slide,mpp\nx.svs,nan\n", "mpp 'nan'"),

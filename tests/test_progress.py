@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bioptimus.pipeline import SlideJob, SlideReport, Timings
+from bioptimus.pipeline import SlideJob, SlideReport, SlideState, Timings
 from cli.progress import BarProgress, LineProgress, event_line, one_line, slide_line
 
 
@@ -43,6 +43,19 @@ def test_slides_that_end_at_once_are_counted_in_the_order_of_their_lines() -> No
     progress.slide_ended(job, SlideReport(slide="a.svs", state="ok", reason=Meanwhile("slow")))
     assert not other.is_alive()
     assert told.getvalue() == "2 slides\n[1/2] a.svs: ok\n[2/2] a.svs: ok, slow\n"
+
+
+def test_slides_that_a_stopped_run_did_not_come_to_have_one_line() -> None:
+    told = io.StringIO()
+    progress = LineProgress(told)
+    progress.run_started(4)
+    for name in "abcd":
+        job = SlideJob(path=Path(name), output=Path(f"{name}.h5"), name=name)
+        state: SlideState = "failed" if name in "ac" else "stopped"
+        progress.slide_ended(job, SlideReport(slide=name, state=state))
+    assert told.getvalue().splitlines() == [
+        *("4 slides", "[1/4] a: failed", "[3/4] c: failed", "[4/4] 2 slides stopped, not started"),
+    ]
 
 
 def test_slide_of_which_nothing_was_left_to_compute_has_no_rate() -> None:

@@ -85,9 +85,10 @@ def parse_list(name: str, text: str, folder: Path, notes: list[str]) -> Iterator
     columns = [cell.strip().lower() for cell in _cells(header, delimiter)]
     if SLIDE_COLUMN not in columns:
         if name.lower().endswith(LIST_EXTENSION):
+            if not header:
+                raise UsageError(f"{name}: no slides in this list")
             raise UsageError(
-                f"{name}: no column {SLIDE_COLUMN!r} in its first line; found: "
-                f"{', '.join(columns) or 'nothing'}"
+                f"{name}: no column {SLIDE_COLUMN!r} in its first line; found: {', '.join(columns)}"
             )
         if text.endswith("\0"):  # as from find -print0, which ends names as they are
             yield from ((path, Row()) for path in text.split("\0") if path)

@@ -15,7 +15,7 @@ import platform
 import shlex
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +44,9 @@ _GONE = "the result file is not there any more"
 
 def slide_record(report: SlideReport) -> dict[str, Any]:
     """A slide's report as plain JSON-ready values."""
-    # asdict copies deeply, and an exception holds frames that cannot be copied.
-    record = asdict(replace(report, error=None))
-    del record["error"]
-    record["seconds"] = {key: round(value, 4) for key, value in record["seconds"].items()}
+    # Not by asdict, which copies deeply: ten times as long, for each of 100,000 slides.
+    record = {name: value for name, value in vars(report).items() if name != "error"}
+    record["seconds"] = {name: round(value, 4) for name, value in vars(report.seconds).items()}
     record["tiles_per_second"] = round(report.tiles_per_second, 2)
     record["fill_share"] = round(report.fill_share, 4)
     return record
