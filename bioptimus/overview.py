@@ -1,7 +1,5 @@
 """A picture of a plan: the slide, its tissue's outline, the tiles that are kept."""
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
 import cv2
@@ -10,7 +8,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from bioptimus.errors import OutputError
-from bioptimus.inference.disk import refuse_folder
+from bioptimus.inference.disk import refuse_file, refuse_folder, written_aside
 from bioptimus.planning import SlidePlan
 from bioptimus.tissue import TissueMask
 
@@ -83,23 +81,24 @@ def tile_edges(
 
 
 def save_overview(path: Path, picture: Pixels) -> None:
-    """Write a picture as PNG, whole or not at all.
+    """Write a picture as PNG, whole or not at all; its folder is made if missing.
+
+    Args:
+        path: A file that is there is replaced once the new one is whole.
+        picture: RGB (height, width, 3).
 
     Raises:
-        OutputError: It cannot be written.
+        OutputError: It cannot be written, or a folder is in its place, or a file in that of its
+            folder.
     """
+    refuse_file(path.parent)
     refuse_folder(path)
-    part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture).save(part, format="PNG")
-        os.replace(part, path)
+        with written_aside(path) as temporary:
+            Image.fromarray(picture).save(temporary, format="PNG")
     except OSError as exc:
         raise OutputError(f"{path}: overview not written: {exc.strerror or exc}") from exc
-    finally:
-        # Where the picture is whole there is none; where it failed, so may this.
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 def _covered(

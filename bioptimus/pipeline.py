@@ -625,7 +625,8 @@ def _file_plan(
             "slide_width": slide.dimensions[0],
             "slide_height": slide.dimensions[1],
             "slide_has_icc": slide.has_icc,
-            "icc": options.opening.icc,
+            # What was done, where the digest has what was asked for.
+            "icc": "srgb" if slide.icc_applied else "none",
             "mpp_x": slide.mpp[0],
             "mpp_y": slide.mpp[1],
             "mpp_source": slide.resolution.source,

@@ -1,11 +1,10 @@
 """A plan's tiles as files: a table of them, and their pixels as PNG."""
 
 import csv
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import OutputError, SlideReadError
+from bioptimus.inference.disk import refuse_file, remove_abandoned, written_aside
 from bioptimus.io.wsi import Slide
 from bioptimus.planning import SlidePlan
 
@@ -52,13 +52,13 @@ class TileTable:
             OutputError: It cannot be written.
         """
         self._path = path
-        self._part = None if stream else path.with_name(f".{path.name}.part")
+        self._owned = ExitStack()  # kept open over many calls, closed by __exit__
         with _translated(path):
-            if self._part is not None:
+            if stream is None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # Kept open over many calls, closed by __exit__.
-                stream = self._part.open("w", encoding="utf-8", newline="")
-        assert stream is not None
+                remove_abandoned([path])
+                part = self._owned.enter_context(written_aside(path))
+                stream = self._owned.enter_context(part.open("w", encoding="utf-8", newline=""))
         self._file = stream
         self._rows = csv.writer(self._file, lineterminator="\n")
         self._rows.writerow(COLUMNS)
@@ -93,16 +93,8 @@ class TileTable:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._part is None:
-            return
-        try:
-            with _translated(self._path):
-                self._file.close()
-                if kind is None:
-                    os.replace(self._part, self._path)
-        finally:
-            with suppress(OSError):
-                self._part.unlink(missing_ok=True)
+        with _translated(self._path):
+            self._owned.__exit__(kind, value, traceback)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +135,9 @@ def dump_tiles(
     Raises:
         ResolutionError: The slide is coarser than the tiles.
         SlideReadError: More tiles than that could not be read.
-        OutputError: A file cannot be written.
+        OutputError: A file cannot be written, or stands where the folder is to be.
     """
+    refuse_file(folder)
     reader = slide.tile_reader(plan.spec)
     with _translated(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -77,6 +77,7 @@ def tiles(
     """
     from bioptimus.batch.inputs import find_inputs
     from bioptimus.batch.places import refuse_unwritable, refuse_unwritable_file
+    from bioptimus.inference.disk import remove_abandoned
     from bioptimus.io.wsi import OpenOptions
     from bioptimus.planning import PlanOptions, is_tissue_model, require_tissue_file
 
@@ -112,6 +113,8 @@ def tiles(
         from bioptimus.runtime.segmenter import open_segmenter
 
         segmenter = open_segmenter(tissue)
+    if overview:
+        remove_abandoned(out / _picture_name(slide) for slide in found.slides)
     failed = 0
     with _table(csv) as table:
         for slide in found.slides:
@@ -172,7 +175,6 @@ def _plan_one(
     """Plan one slide, write what was asked for, print its line."""
     from dataclasses import replace
 
-    from bioptimus.batch.inputs import strip_extension
     from bioptimus.errors import SlideOpenError
     from bioptimus.io.wsi import Slide
     from bioptimus.planning import plan_slide
@@ -185,7 +187,8 @@ def _plan_one(
         planning = replace(planning, tissue=str(job.mask))
     # Which tells slides of one file name apart.
     name = str(job.relative)
-    place = job.relative.with_name(strip_extension(job.relative.name))
+    picture = _picture_name(job)
+    place = picture.with_suffix("")
     with Slide.open(job.path, opening.with_column(job.mpp)) as slide:
         plan = plan_slide(slide, TileSpec(), planning, segmenter=segmenter)
         level = slide.tile_reader(plan.spec).level
@@ -194,8 +197,8 @@ def _plan_one(
         if table is not None:
             table.add(str(job.path), plan)
         written = ""
-        if pictures is not None and _drawn(slide, plan, pictures / f"{place}.png", name=name):
-            written = f" -> {pictures / f'{place}.png'}"
+        if pictures is not None and _drawn(slide, plan, pictures / picture, name=name):
+            written = f" -> {pictures / picture}"
         side = plan.spec.side_um
         say(
             f"{name}: {len(plan)} of {len(plan.grid)} tiles of {side:g} µm kept, "
@@ -211,6 +214,13 @@ def _plan_one(
                 f"{name}: {counted(result.written, 'tile')} written -> {dump / place}",
                 err=lines_to_stderr,
             )
+
+
+def _picture_name(slide: "SlideInput") -> PurePath:
+    """Where a slide's overview lies below the folder of pictures."""
+    from bioptimus.batch.inputs import strip_extension
+
+    return slide.relative.with_name(f"{strip_extension(slide.relative.name)}.png")
 
 
 def _drawn(slide: "Slide", plan: "SlidePlan", path: Path, *, name: str) -> bool:

@@ -645,12 +645,16 @@ def test_a_result_without_checksums_is_known_by_its_date(tmp_path: Path, path: P
     assert done.problem is not None
 
 
-def test_a_folder_that_is_no_zarr_store_is_never_replaced(tmp_path: Path, path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_is_no_zarr_store_is_never_replaced(
+    tmp_path: Path, path: Path, overwrite: bool
+) -> None:
     mine = tmp_path / "out" / "a.zarr" / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("dear")
-    (done,) = convert([path], tmp_path / "out", to="zarr", overwrite=True)
+    (done,) = convert([path], tmp_path / "out", to="zarr", overwrite=overwrite)
     assert done.problem is not None
+    # And not first that --overwrite would help.
     assert "is a folder that no conversion made" in done.problem
     assert [item.name for item in (tmp_path / "out").iterdir()] == ["a.zarr"]
     assert mine.read_text() == "dear"
@@ -669,12 +673,37 @@ def test_a_folder_where_a_file_is_to_be_is_told_before_anything_is_made_of_that_
     assert second.outputs == (mine.parent / "b.npz",)
 
 
-def test_a_file_where_a_folder_is_to_be_is_called_one(tmp_path: Path, path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [
+        ("zarr", "a.zarr"),
+        ("trident", "thumbnails"),
+        ("clam", "pt_files"),
+    ],
+)
+def test_a_file_where_a_folder_is_to_be_is_told_before_anything_is_made_of_that_result(
+    tmp_path: Path, path: Path, to: str, name: str, overwrite: bool
+) -> None:
+    mine = tmp_path / "out" / name
+    mine.parent.mkdir()
+    mine.write_text("dear")
+    (done,) = convert([path], mine.parent, to=to, overwrite=overwrite)
+    assert done.problem == f"{mine}: is a file, and a folder is to be there; move it away"
+    assert done.outputs == ()
+    assert mine.read_text() == "dear"
+
+
+def test_a_link_to_nothing_where_a_folder_is_to_be_is_called_one(
+    tmp_path: Path, path: Path
+) -> None:
     mine = tmp_path / "out" / "a.zarr"
     mine.parent.mkdir()
-    mine.touch()
-    (done,) = convert([path], mine.parent, to="zarr", overwrite=True)
-    assert done.problem == f"{mine}: is a file that no conversion made; move it away"
+    mine.symlink_to("gone")
+    (done,) = convert([path], mine.parent, to="zarr")
+    assert (
+        done.problem == f"{mine}: is a link to nothing, and a folder is to be there; move it away"
+    )
 
 
 def test_nothing_half_made_is_left_when_writing_fails(

@@ -236,14 +236,24 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path: Path) -> Non
 
 
 def test_a_place_that_cannot_be_written_is_told_before_anything_is_computed(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.pt2").mkdir()
+    # And not first that --overwrite would help.
+    with pytest.raises(UsageError, match=r"^mine\.pt2: is a folder; name the file to write"):
+        export_source(
+            "no:such", None, facts_key=None, overrides={"name": "mine"}, device="cpu", slide=None,
+            hub=False, accept_licence=False,
+        )  # fmt: skip
     (tmp_path / "file").touch()
     network = Fickle()
     with pytest.raises(CheckpointError, match=r"/file/f\.pt2: cannot be written: Not a directory$"):
         export_module(network, COLOURED, tmp_path / "file" / "f.pt2")
     assert network.calls == 0
-    with pytest.raises(UsageError, match=r"is a folder; name the file to write, such as .*/model"):
+    with pytest.raises(
+        UsageError, match=r"is a folder; name the file to write, such as --out .*/model"
+    ):
         export_source(
             "no:such", tmp_path, facts_key=None, overrides={}, device="cpu", slide=None, hub=False,
             accept_licence=False,

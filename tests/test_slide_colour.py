@@ -2,16 +2,23 @@
 
 from pathlib import Path
 
+import h5py
 import numpy as np
 import openslide
 import pytest
 from PIL import ImageCms
 
+from bioptimus import embed_slide
 from bioptimus.errors import SlideOpenError
+from bioptimus.inference.results import Result
 from bioptimus.io.sources import OpenSlideSource
 from bioptimus.io.wsi import OpenOptions, Slide
+from bioptimus.pipeline import SlideOptions
+from bioptimus.planning import PlanOptions
 from bioptimus.tiles import Tile, TileSpec, plan_tiles
+from bioptimus.verify import verify
 from tests import slides
+from tests.tiny_models import save_tiny
 
 SPEC = TileSpec(size_px=224, mpp=0.5)
 
@@ -126,3 +133,33 @@ def test_broken_profile_names_the_option_to_leave_out(tmp_path: Path) -> None:
         assert slide.has_icc
     with pytest.raises(SlideOpenError, match=r"a\.tif.*--icc srgb"):
         Slide.open(path, OpenOptions(icc="srgb"))
+
+
+def test_file_says_what_was_done_with_the_profile_not_what_was_asked_for(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny.pt2")
+    options = SlideOptions(
+        opening=OpenOptions(icc="srgb"), plan=PlanOptions(tissue="none", min_tissue=0.0)
+    )
+    pixels = slides.tissue(300, 300)
+    for name, profile in (("with", _profile()), ("without", None)):
+        slides.write_pyramid(
+            tmp_path / f"{name}.tif", pixels, mpp=0.5, factors=(1,), iccprofile=profile
+        )
+
+    def embed(name: str) -> Result:
+        slide = tmp_path / f"{name}.tif"
+        return embed_slide(slide, out=tmp_path / "out", model=model, options=options)
+
+    assert embed("with").attributes["icc"] == "srgb"
+    made = embed("without")
+    assert made.attributes["icc"] == "none"
+    assert not made.attributes["slide_has_icc"]
+    assert made.attributes["digest_parameters"]["icc"] == "srgb"
+    assert verify(tmp_path / "out").findings == ()
+
+    # As earlier versions wrote it: still whole, still done.
+    with h5py.File(made.path, "r+") as file:
+        file.attrs["icc"] = "srgb"
+    before = made.path.stat().st_mtime_ns
+    assert verify(tmp_path / "out").findings == ()
+    assert embed("without").path.stat().st_mtime_ns == before

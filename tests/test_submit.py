@@ -11,7 +11,7 @@ import pytest
 
 from bioptimus.batch.inputs import SlideInput, find_inputs
 from bioptimus.batch.submit import ArrayJob, ArrayOptions
-from bioptimus.errors import SubmitError, UsageError
+from bioptimus.errors import OutputError, SubmitError, UsageError
 from tests.slurm import SlurmCluster, missing_for_slurm
 
 # Does what the real command does with slides, shards, claims and signals, without a model: the
@@ -179,6 +179,14 @@ def test_folder_that_holds_a_job_is_not_overwritten(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     job.write()
     with pytest.raises(UsageError, match="is there already; choose another --job-folder"):
+        job.write()
+
+
+def test_a_file_where_the_logs_are_to_be_is_called_one(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    job.folder.mkdir(parents=True)
+    (job.folder / "logs").touch()
+    with pytest.raises(OutputError, match=r"/logs: is a file, and a folder is to be there; move"):
         job.write()
 
 

@@ -1,6 +1,9 @@
 """`bioptimus tiles` plans slides without a model, and no picture can make a slide fail."""
 
 import csv
+import os
+import shutil
+import time
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
@@ -257,6 +260,44 @@ def test_picture_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(OutputError, match="No space left on device"):
         save_overview(tmp_path / "a.png", np.zeros((4, 4, 3), dtype=np.uint8))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_of_pictures_and_tables_is_removed_by_a_later_one(
+    example_slide: Path, tmp_path: Path
+) -> None:
+    def temporary(name: str, days_old: int) -> Path:
+        path = tmp_path / "out" / f"{name}.part.{days_old:08x}"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        at = time.time() - days_old * 86_400
+        os.utime(path, (at, at))
+        return path
+
+    names = f"{example_slide.stem}.png", "tiles.csv"
+    old = [temporary(name, 3) for name in names]
+    at_work = [temporary(name, 0) for name in names]  # another process's, of the same names
+    done = run(example_slide, "--out", tmp_path / "out", "--csv", tmp_path / "out" / "tiles.csv")
+    assert done.exit_code == 0, done.output
+    assert not any(path.exists() for path in old)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *names,
+        *(path.name for path in at_work),
+    }
+
+
+def test_a_file_where_a_folder_of_tiles_or_pictures_is_to_be_is_called_one(
+    example_slide: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    shutil.copy(example_slide, tmp_path / "in" / "sub" / "a.svs")
+    for folder in ("pictures", "tiles"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "sub").touch()
+    done = run(tmp_path / "in", "--out", tmp_path / "pictures", "--dump", tmp_path / "tiles")
+    assert done.exit_code == 1
+    for folder in ("pictures", "tiles"):
+        file = tmp_path / folder / "sub"
+        assert f"{file}: is a file, and a folder is to be there; move it away\n" in done.stderr
 
 
 def test_table_has_its_name_only_when_whole(tmp_path: Path) -> None:

@@ -814,6 +814,19 @@ def test_a_folder_where_a_picture_is_to_be_does_not_stop_the_others(
     assert said.out == f"{mine.parent}/b.overview.png\n"
 
 
+def test_a_file_where_a_folder_of_pictures_is_to_be_is_called_one(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_result(tmp_path / "in" / "sub" / "a.h5", sample)
+    mine = tmp_path / "out" / "sub"
+    mine.parent.mkdir()
+    mine.touch()
+    asked = [tmp_path / "in", "--no-slide", "--overview", "--out", mine.parent]
+    assert main(["view", *map(str, asked)]) == 1
+    told = f"error: {mine}: is a file, and a folder is to be there; move it away\n"
+    assert capsys.readouterr().err == told
+
+
 def test_without_matplotlib_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

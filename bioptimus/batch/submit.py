@@ -12,6 +12,7 @@ from bioptimus.batch.inputs import SlideInput
 from bioptimus.batch.lists import write_list
 from bioptimus.counting import counted
 from bioptimus.errors import OutputError, SubmitError, UsageError
+from bioptimus.inference.disk import refuse_file
 from bioptimus.kinds import check_kinds
 
 SCRIPT_NAME = "job.sh"
@@ -193,9 +194,10 @@ class ArrayJob:
 
         Raises:
             UsageError: The folder holds a job already.
-            OutputError: It cannot be written.
+            OutputError: It cannot be written, or a file is where the folder of the logs is to be.
         """
         text = self.text()
+        refuse_file(self.folder / LOGS_NAME)
         try:
             (self.folder / LOGS_NAME).mkdir(parents=True, exist_ok=True)
             for path in (self.script, self.slide_list):

@@ -18,6 +18,7 @@ from bioptimus.convert.trees import clam, trident
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.disk import (
     output_errors,
+    refuse_file,
     refuse_folder,
     remove,
     remove_abandoned,
@@ -174,8 +175,7 @@ def _convert(plan: Conversion, out: Path, record: Record, *, overwrite: bool) ->
     problem = None
     try:
         for piece in plan.pieces:
-            if not piece.is_folder:
-                refuse_folder(out / piece.path)
+            _refuse_other(piece, out / piece.path)
         digest = plan.made_from()
         if not overwrite:
             kept = [
@@ -191,6 +191,22 @@ def _convert(plan: Conversion, out: Path, record: Record, *, overwrite: bool) ->
     except OutputError as exc:
         problem = str(exc)
     return Converted(source=plan.source, outputs=tuple(done), kept=tuple(kept), problem=problem)
+
+
+def _refuse_other(piece: Piece, target: Path) -> None:
+    """Refuse what stands in an output's way and no option replaces.
+
+    Raises:
+        OutputError: A folder is where a file is to be or the other way round, or a folder that no
+            conversion made and may be anything.
+    """
+    if not piece.is_folder:
+        refuse_file(target.parent)
+        refuse_folder(target)
+        return
+    refuse_file(target)
+    if target.exists() and not any((target / name).exists() for name in (".zgroup", "zarr.json")):
+        raise OutputError(f"{target}: is a folder that no conversion made; move it away")
 
 
 def _is_there(piece: Piece, digest: str, out: Path, record: Record) -> bool:
@@ -236,20 +252,13 @@ def _make(piece: Piece, target: Path, announce: Callable[[Path], None]) -> None:
 
 
 def _make_folder(piece: Piece, target: Path, announce: Callable[[Path], None]) -> None:
-    """A folder cannot be renamed over another: the old one steps aside first, and back at an end.
-
-    Raises:
-        OutputError: A folder is there that may be anything.
-    """
+    """A folder cannot be renamed over another: the old one steps aside, and back in the end."""
     temporary, old = temporary_beside(target), temporary_beside(target)
     try:
         piece.write(temporary)
-        is_there = target.exists()
-        if is_there and not any((target / name).exists() for name in (".zgroup", "zarr.json")):
-            what = "folder" if target.is_dir() else "file"
-            raise OutputError(f"{target}: is a {what} that no conversion made; move it away")
+        _refuse_other(piece, target)  # again: writing may have taken long
         announce(temporary)
-        if is_there:
+        if target.exists():
             target.rename(old)
         temporary.rename(target)
     finally:

@@ -174,7 +174,9 @@ def _contradictions(result: Result) -> Iterator[str]:
             ("tile mpp", "tile_mpp", tile.mpp),
             ("overlap (px)", "overlap_px", tile.overlap_px),
             ("min tissue", "min_tissue", root.get("min_tissue")),
-            ("icc", "icc", root.get("icc")),
+            # Of a slide without a profile nothing is converted, whatever was asked for; files of
+            # earlier versions say both.
+            ("icc", "icc", root.get("icc") if root.get("slide_has_icc", True) else None),
         )
     ]
     for what, value, other, expected in said_twice:

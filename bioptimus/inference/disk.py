@@ -248,6 +248,20 @@ def refuse_folder(path: Path) -> None:
         raise OutputError(f"{path}: is a folder, and a file is to be written there; move it away")
 
 
+def refuse_file(folder: Path) -> None:
+    """Refuse to make a folder where a file is, or below one, before what goes into it is made.
+
+    Raises:
+        OutputError: There is one, or a link to nothing.
+    """
+    for there in (folder, *folder.parents):
+        if os.path.lexists(there):
+            if not os.path.isdir(there):
+                what = "a file" if os.path.exists(there) else "a link to nothing"
+                raise OutputError(f"{there}: is {what}, and a folder is to be there; move it away")
+            return
+
+
 @contextmanager
 def output_errors(path: Path, doing: str, *, advice: str) -> Iterator[None]:
     """Turn the OS's errors into ours, with its words.

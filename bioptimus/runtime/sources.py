@@ -210,12 +210,14 @@ def export_source(
         SlideError: The slide cannot be read.
     """
     _check_overrides(overrides)
-    if out is not None and out.is_dir():
-        raise UsageError(f"{out}: is a folder; name the file to write, such as {out / 'model.pt2'}")
     name = _name(source, facts_key, overrides, hub=hub)
     if name == Models.LITE0:
         raise UsageError(f"{name}: the built-in model is called so; pass another --name")
     path = out or Path(f"{name}.pt2")
+    if path.is_dir():
+        raise UsageError(
+            f"{path}: is a folder; name the file to write, such as --out {path / 'model.pt2'}"
+        )
     if path.exists() and not overwrite:
         raise UsageError(f"{path}: is there already; pass --overwrite, or another name with --out")
     require_device(device)  # before anything is downloaded

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from bioptimus.errors import OutputError, UsageError
-from bioptimus.inference.disk import refuse_folder, remove_abandoned
+from bioptimus.inference.disk import refuse_file, refuse_folder, remove_abandoned
 from bioptimus.view import figures
 from bioptimus.view.components import Components
 from bioptimus.view.page import PictureOptions
@@ -358,6 +358,7 @@ def draw_sheet(
     if sheet.problem is not None:
         raise OutputError(sheet.problem)
     for picture in sheet.pictures.values():
+        refuse_file(picture.parent)
         refuse_folder(picture)
     source = open_source(sheet.result)
     slide = wanted.slide
