@@ -223,6 +223,9 @@ def export(
     typer.echo(f"worst cosine, random tiles  {report.worst_random:.7f}", err=True)
     typer.echo(f"worst cosine, real tiles    {real}", err=True)
     typer.echo(f"largest error of length     {100 * report.worst_length_error:.2g} %", err=True)
+    if spec.output_kind == "mask":
+        share = f"{100 * report.worst_differing_share:.2g} % of a tile's"
+        typer.echo(f"pixels across a threshold   {share}", err=True)
     say(report.path)
 
 

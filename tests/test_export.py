@@ -438,6 +438,52 @@ def test_a_network_that_mixes_the_tiles_of_a_batch_is_refused(
         export_module(network, COLOURED, tmp_path / "m.pt2")
 
 
+class Thresholded(nn.Module):
+    """Tissue is darker than a threshold, which in float64 is not that of a byte any more."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        super().__init__()
+        self.shift = shift
+        self.at = nn.Parameter(torch.tensor(51 / 255))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        at = self.at + self.shift * torch.compiler.is_exporting()
+        return (images[:, 0] < at).to(images.dtype)
+
+
+MASKS = COLOURED.with_(
+    output_kind="mask", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), tile=TileSpec(size_px=64)
+)
+
+
+def test_a_mask_cut_inside_may_differ_at_its_threshold(tmp_path: Path) -> None:
+    report = export_module(Thresholded(), MASKS, tmp_path / "m.pt2")
+    assert 0 < report.worst_differing_share < 0.01, "what lies at the threshold rounds both ways"
+    assert report.worst_random == 1
+
+
+@pytest.mark.parametrize("shift", [0.03, 0.2, 5.0, -5.0])
+def test_a_mask_cut_at_another_threshold_is_not_written(tmp_path: Path, shift: float) -> None:
+    with pytest.raises(CheckpointError, match=r"its masks differ .* of the pixels differ; at most"):
+        export_module(Thresholded(shift), MASKS, tmp_path / "m.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_masks_of_two_values_are_compared_by_their_pixels() -> None:
+    mask = torch.zeros(2, 10, 10)
+    mask[0, :5] = 1
+    flipped = mask.clone()
+    flipped[1, 0, 0] = 1
+    assert agreement([mask], [flipped]) == Agreement(differing_share=0.01)
+    assert Agreement(differing_share=0.01).within("fp32")
+    assert not Agreement(differing_share=0.011).within("bf16")
+    # Probabilities, two roundings of one value, and rows of two values that are no mask.
+    assert agreement([mask * 0.5 + 0.1], [flipped]).length_error > 0.1
+    assert agreement([mask * 0 + 0.3], [mask * 0 + 0.3000001]).within("fp32")
+    rows = mask.flatten(1)
+    assert agreement([rows], [flipped.flatten(1)]).length_error == math.inf
+
+
 def test_a_mask_may_come_with_an_axis_of_its_one_channel(tmp_path: Path) -> None:
     report = export_module(
         nn.Conv2d(3, 1, 3, padding=1), COLOURED.with_(output_kind="mask"), tmp_path / "m.pt2"

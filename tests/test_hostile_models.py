@@ -3,6 +3,8 @@
 import json
 import re
 import stat
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,6 +151,29 @@ def refused(
         assert line.isprintable()
         assert re.search(words, line), line
     assert sorted(path.parent.rglob("*.h5")) == []
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        ("archive/data/weights/weight_0", "weight_0"),
+        ("archive/data/sample_inputs/model.pt", "model.pt"),
+        ("archive/archive_version", "archive_version"),
+    ],
+)
+def test_what_torch_only_logs_is_the_reason_given(
+    member: str, words: str, members: Members, tmp_path: Path, example_slide: Path
+) -> None:
+    path = write(tmp_path / "model.pt2", {k: v for k, v in members.items() if k != member})
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", "embed", example_slide, "--model", path],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    *before, line = done.stderr.splitlines()
+    assert before == ["1 slide", "loading tiny"]
+    assert line.startswith(f"error: {path}: torch cannot load it: ")
+    assert words in line
 
 
 def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -168,6 +168,7 @@ def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
     import torch
 
     from bioptimus.runtime.export import file_for_torch, quiet
+    from bioptimus.runtime.runners import load_program
 
     if info.signature is None:  # only foreign compiled files have none
         raise CheckpointError(f"{info.path}: its inputs are not known")
@@ -190,7 +191,7 @@ def _compile(info: ArchiveInfo, path: Path, *, device: str, isa: Isa) -> None:
             options |= {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}
     try:
         with quiet(), guard:
-            program = torch.export.load(info.path)
+            program = load_program(info.path)
             if device != "cpu":
                 from torch.export.passes import move_to_device_pass
 

@@ -41,6 +41,10 @@ EXAMPLE_BATCH = 16
 LOWEST_COSINE = {"fp32": 0.9999, "bf16": 0.999, "fp16": 0.999}
 """What a program's outputs must reach against the model it was made from, by precision."""
 
+LARGEST_DIFFERING_SHARE = 0.01
+"""Of a mask that the network itself cuts at a threshold, the share of a tile's pixels that may fall
+on the other side: those that lie at the threshold, where the last digit decides."""
+
 # What a tile alone must reach against the same tile in a batch: in float64 an error of 0.1 %, for a
 # network that mixes the tiles of a batch may mix them thinly; else what precision alone may cost.
 _LOWEST_COSINE_ALONE = {True: 1 - 5e-7, False: LOWEST_COSINE["fp32"]}
@@ -305,10 +309,13 @@ class Agreement:
         cosine: Least cosine between two rows; -1 where shapes differ or values are not finite.
         length_error: Largest difference of two rows' lengths (Euclidean norms), as a share of the
             wanted one. The cosine is blind to scale: twice the values have a cosine of 1.
+        differing_share: Of masks with two values only, which count in neither of the others: the
+            largest share of a tile's pixels that have the other value, 0..1.
     """
 
     cosine: float = 1.0
     length_error: float = 0.0
+    differing_share: float = 0.0
 
     def within(self, precision: str) -> bool:
         """Whether it is what a program of this precision must reach."""
@@ -318,17 +325,24 @@ class Agreement:
         """Whether it is at least that of a cosine of ``lowest``, in direction and in length."""
         # A cosine of c stands for an error of sqrt(2 (1 - c)) lengths across the row: along it,
         # no more than that is allowed either.
-        return self.cosine >= lowest and self.length_error <= math.sqrt(2 * (1 - lowest))
+        return (
+            self.cosine >= lowest
+            and self.length_error <= math.sqrt(2 * (1 - lowest))
+            and self.differing_share <= LARGEST_DIFFERING_SHARE
+        )
 
     def worst_of(self, other: Self) -> Self:
         """The worse of both, each by itself."""
         return type(self)(
             cosine=min(self.cosine, other.cosine),
             length_error=max(self.length_error, other.length_error),
+            differing_share=max(self.differing_share, other.differing_share),
         )
 
     def __str__(self) -> str:
-        """Such as ``cosine 0.999998, length off by 0.01 %``."""
+        """Such as ``cosine 0.999998, length off by 0.01 %``, or of masks the share of pixels."""
+        if self.differing_share:
+            return f"{100 * self.differing_share:.2g} % of the pixels differ"
         return f"cosine {self.cosine:.6f}, length off by {100 * self.length_error:.2g} %"
 
 
@@ -344,6 +358,8 @@ class ExportReport:
         worst_random: Least cosine to the eager network over random tiles.
         worst_real: The same over real tiles; None where none were given.
         worst_length_error: Largest relative difference of a row's length, over all tiles.
+        worst_differing_share: Of a mask that the network cuts at a threshold, the largest share of
+            a tile's pixels that have the other value, 0..1; the three above are not of such masks.
     """
 
     path: Path
@@ -352,6 +368,7 @@ class ExportReport:
     worst_random: float
     worst_real: float | None
     worst_length_error: float
+    worst_differing_share: float
 
 
 def export_module(
@@ -428,6 +445,7 @@ def _export(
         worst_random=found[0].cosine,
         worst_real=found[1].cosine if real_tiles is not None else None,
         worst_length_error=worst.length_error,
+        worst_differing_share=worst.differing_share,
     )
 
 
@@ -502,6 +520,11 @@ def _difference(found: Agreement, spec: ModelSpec) -> str:
     if spec.precision == "fp32":
         advice_on_precision = "does the network give the same in each call, in evaluation mode?"
     lowest = LOWEST_COSINE[spec.precision]
+    if found.differing_share > LARGEST_DIFFERING_SHARE:
+        return (
+            f"its masks differ from the network's (worst {found}; at most "
+            f"{100 * LARGEST_DIFFERING_SHARE:g} % may); {advice_on_precision}"
+        )
     return (
         f"its results differ from the network's (worst {found}; wanted for {spec.precision} are "
         f"{lowest} and {100 * math.sqrt(2 * (1 - lowest)):.2g} %); {advice_on_precision}"
@@ -623,6 +646,10 @@ def agreement(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> 
     for want, have in zip(wanted, found, strict=True):
         if want.shape != have.shape or not torch.isfinite(have).all():
             return Agreement(cosine=-1.0, length_error=math.inf)
+        if want.ndim > 2 and _two_values(want.float(), have.float()):
+            shares = (want.float() != have.float()).flatten(1).double().mean(1)
+            worst = worst.worst_of(Agreement(differing_share=float(shares.max())))
+            continue
         a, b = want.flatten(1).double(), have.flatten(1).double()
         # Two rows of zeros are the same, though they have no direction.
         differ = (a != b).any(1)
@@ -634,3 +661,12 @@ def agreement(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> 
                 Agreement(cosine=float(cosine.min()), length_error=float(length_error.max()))
             )
     return worst
+
+
+def _two_values(*masks: torch.Tensor) -> bool:
+    """Whether masks hold two values in all, and not two roundings of one."""
+    low = min(float(mask.min()) for mask in masks)
+    high = max(float(mask.max()) for mask in masks)
+    if not high - low > 1e-3 * max(abs(low), abs(high)):
+        return False
+    return all(bool(((mask == low) | (mask == high)).all()) for mask in masks)

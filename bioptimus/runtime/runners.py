@@ -15,6 +15,7 @@ A runner is shared by every thread of the process. What it promises, and why:
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -37,6 +38,7 @@ from bioptimus.runtime.machine import check_machine
 
 if TYPE_CHECKING:
     import torch
+    from torch.export import ExportedProgram
 
     Tensors = tuple[torch.Tensor, ...]
 
@@ -453,18 +455,47 @@ def _load(
     return PortableRunner(module, signature, device=device, slots=slots, adapt=adapt)
 
 
-def _load_portable(path: Path, device: str) -> torch.nn.Module:
+def load_program(path: Path) -> ExportedProgram:
+    """``torch.export.load``, with the error that it has met.
+
+    torch logs that one, with its traceback, tries the file as of an older format, and raises an
+    error that points to the log.
+    """
     import torch
 
+    met: list[BaseException] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            met.append(error)
+        return error is None
+
+    log = logging.getLogger("torch.export")
+    log.addFilter(keep)
     try:
-        program = torch.export.load(path)
+        return torch.export.load(path)
+    except Exception as exc:
+        if met:
+            raise met[0] from exc
+        raise
+    finally:
+        log.removeFilter(keep)
+
+
+def _load_portable(path: Path, device: str) -> torch.nn.Module:
+
+    try:
+        program = load_program(path)
         if device != "cpu":
             from torch.export.passes import move_to_device_pass
 
             program = move_to_device_pass(program, device)
         return program.module()
     except Exception as exc:  # torch documents no error types; this is its border
-        raise CheckpointError(f"{path}: torch cannot load it: {first_line(exc)}") from exc
+        # Of a damaged archive, torch has three sentences more.
+        words = first_line(exc).partition(". This is an internal")[0]
+        raise CheckpointError(f"{path}: torch cannot load it: {words}") from exc
 
 
 def check_device_name(device: str) -> None:
