@@ -814,7 +814,7 @@ class _SlideWork:
                 if isinstance(result, ModelResponse):
                     answers[row] = result
                 elif isinstance(result, RequestError):
-                    self._fail(row, "model", result)
+                    self._fail(row, "request", result)
                 elif isinstance(result, _ForwardError):
                     again[row], failure = request, result
                 else:
@@ -855,7 +855,7 @@ class _SlideWork:
             embedding = response.output if mode is InferenceMode.EMBEDDING else response.embedding
             prediction = response.output if mode.wants_prediction else None
             if not response.finite:
-                self._fail(row, "model", "the output holds NaN or infinite values")
+                self._fail(row, "output", "the output holds NaN or infinite values")
                 continue
             rows.append(row)
             if embedding is not None:
@@ -881,7 +881,7 @@ class _SlideWork:
         x, y = self.plan.coords[row]
         told = self.report.tiles_failed < _FAILED_TILES_TOLD
         level = logging.WARNING if told else logging.DEBUG
-        log.log(level, "%s: tile at (%d, %d) failed in %s: %s", self.job.name, x, y, stage, reason)
+        log.log(level, "%s: tile at (%d, %d) failed (%s): %s", self.job.name, x, y, stage, reason)
         self.writer.fail_tile(row, stage=stage, reason=str(reason))
         self.report.tiles_failed += 1
         planned, failed = self.report.tiles_planned, self.report.tiles_failed

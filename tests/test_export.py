@@ -505,6 +505,29 @@ def test_a_network_that_branches_on_its_tiles_is_told_in_one_line(
     assert "def forward" not in capfd.readouterr().err
 
 
+class FixesTheBatch(nn.Module):
+    """Takes the number of tiles in the way given, as many a class token's expansion does."""
+
+    def __init__(self, count: Callable[[torch.Tensor], int]) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(2).mean(2) + torch.ones(1, 3).expand(self.count(images), 3)
+
+
+@pytest.mark.parametrize(
+    "count", [len, lambda images: images.shape[0] if images.shape[0] > 3 else len(images)]
+)
+def test_a_network_that_fixes_the_number_of_tiles_is_told_what_to_write(
+    tmp_path: Path, count: Callable[[torch.Tensor], int]
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"number of tiles in a batch.*x\.shape\[0\], where len"
+    ):
+        export_module(FixesTheBatch(count), COLOURED, tmp_path / "m.pt2")
+
+
 def test_the_export_says_which_tiles_the_model_takes_and_what_it_gives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

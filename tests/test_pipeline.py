@@ -203,7 +203,7 @@ def test_not_a_number_in_an_output_fails_that_tile_alone(slide: Path) -> None:
         failed = file["failed_tiles"][:]
         assert len(file["coords"]) == len(file["tissue_ratios"]) == TILES - 1
     assert (failed["x"][0], failed["y"][0]) == (dark % 16 * 64, dark // 16 * 64)
-    assert b"NaN" in failed["reason"][0]
+    assert (failed["stage"][0], b"NaN" in failed["reason"][0]) == (b"output", True)
 
 
 def test_forward_failure_is_tried_once_more(slide: Path) -> None:

@@ -100,6 +100,17 @@ def test_read_only_and_strided_pixels_are_taken() -> None:
         np.testing.assert_allclose(response.output, expected, rtol=1e-5)
 
 
+def test_mirrored_pixels_are_taken_wherever_they_stand_in_a_batch() -> None:
+    model, _ = fake_model()
+    tile = pixels(1)
+    # As OpenCV's BGR is usually turned into RGB, and as tiles are flipped.
+    requests = [ModelRequest.from_pixels(view) for view in (tile[..., ::-1], tile[::-1], tile)]
+    found = [response.output for response in answer(model, requests)]
+    np.testing.assert_array_equal(found[0], found[2][::-1])
+    np.testing.assert_allclose(found[1], found[2], rtol=1e-6)
+    assert model.prepare_sample(requests[1]).tile[0, 0, 0] == tile[-1, 0, 0]
+
+
 def test_tile_of_another_size_is_refused_with_both_sizes() -> None:
     model, _ = fake_model()
     for one in (
@@ -503,6 +514,15 @@ def test_eight_threads_get_the_bits_that_one_gets(checkpoint: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(thread, range(8))) == 0
+
+
+def test_autocast_of_the_caller_does_not_change_the_results(checkpoint: Path) -> None:
+    model = BaseServerModel(EMBEDDING, checkpoint.name, "cpu", checkpoint.parent)
+    (wanted,) = answer(model, [request(1)])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (found,) = answer(model, [request(1)])
+        assert torch.is_autocast_enabled("cpu")
+    np.testing.assert_array_equal(found.output, wanted.output)
 
 
 def test_modes_are_strings_to_callers() -> None:

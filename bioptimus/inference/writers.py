@@ -270,7 +270,7 @@ class HDF5Writer:
 
         Args:
             row: Row number in the plan's order.
-            stage: ``read``, ``request``, ``forward``, ``output`` or another word for where.
+            stage: ``read``, ``request`` or ``output``: where.
             reason: The error's words.
         """
         self._check_rows(np.array([row], np.int64))

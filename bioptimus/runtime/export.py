@@ -78,9 +78,13 @@ def trace(module: nn.Module, spec: ModelSpec, *, device: str = "cpu") -> Exporte
                 module, examples, dynamic_shapes=tuple({0: batch} for _ in examples)
             )
     except Exception as exc:  # torch documents no error types; this is its border
-        raise CheckpointError(
-            f"{spec.name}: torch.export cannot trace it: {first_line(exc)}"
-        ) from exc
+        words = first_line(exc)
+        if "Constraints violated" in words:  # of the one axis that is free
+            words = (
+                "its code fixes the number of tiles in a batch, or branches on it; take it from "
+                "x.shape[0], where len(x) and int() make it a constant, and reshape with -1"
+            )
+        raise CheckpointError(f"{spec.name}: torch.export cannot trace it: {words}") from exc
     # The examples go into the file; one row is enough of them.
     program.example_inputs = (tuple(example[:1].clone() for example in examples), {})
     for node in program.graph.nodes:

@@ -21,7 +21,7 @@ says ``finite = False``, and whoever stores the values must look.
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -333,8 +333,8 @@ class BaseServerModel:
             RequestError: The image cannot be decoded or has another size than the model's tiles.
         """
         pixels = request.pixels(size=self._tile_size)
-        if not pixels.flags.writeable:
-            pixels = pixels.copy()  # torch takes no read-only memory
+        if not pixels.flags.writeable or min(pixels.strides) < 0:
+            pixels = pixels.copy()  # torch takes neither read-only memory nor a mirrored view
         return PreparedSample.from_pixels(pixels)
 
     @torch.inference_mode()
@@ -394,7 +394,7 @@ class BaseServerModel:
         return _ForwardError(f"{self.model_name}: forward pass of {tiles} tiles failed: {exc}")
 
     def _run(self, samples: list[PreparedSample]) -> tuple[npt.NDArray[Any], ...]:
-        with self._streams.lease() if self._streams else nullcontext():
+        with self._streams.lease() if self._streams else nullcontext(), self._own_precision():
             tiles = self._stage("tile", [sample.pixels for sample in samples])
             inputs = [self._in_model_layout(tiles)]
             inputs += [
@@ -403,6 +403,13 @@ class BaseServerModel:
             ]
             outputs = self._runner(*inputs)
             return tuple(self._to_host(output) for output in outputs)
+
+    def _own_precision(self) -> AbstractContextManager[None]:
+        """Keep a caller's autocast, such as that of a training loop, from changing the results."""
+        kind = self._device.type
+        if not torch.is_autocast_enabled(kind):
+            return nullcontext()
+        return torch.autocast(kind, enabled=False)
 
     def _stage(self, name: str, rows: list[npt.NDArray[Any]]) -> torch.Tensor:
         """One tensor of all rows, on the device."""
