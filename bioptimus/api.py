@@ -82,6 +82,10 @@ def embed_slide(
         predictions: Whether to write the predictions of the same forward pass too.
         options: Scale, tiles, tissue and more; their mode is set by ``predictions``.
 
+    Returns:
+        The opened result, its rows in plan order, row by row over the slide. A slide without tissue
+        has one of no rows, whose ``state`` is ``empty``.
+
     Raises:
         UsageError: The path holds several slides, a path is empty, a value is of another kind, or
             options contradict each other.

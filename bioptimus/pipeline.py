@@ -141,7 +141,7 @@ class SlideJob:
 
 @dataclass
 class Timings:
-    """Where a slide's time went, in seconds.
+    """Where a slide's time went, in seconds: opening it, its plan, tiles, model, file, and all.
 
     ``read`` is summed over reader threads and ``forward`` over batches, so they may exceed the
     wall time. ``wait`` is how long a lane waited for the model's answers, on average over the
@@ -175,7 +175,21 @@ class SlideReport:
         state: ``ok``, ``skipped`` (done already, or another job's), ``empty`` (no tissue),
             ``failed``, or ``stopped`` (the run was told to stop; the part file resumes).
         reason: Why, where the state is not ``ok``.
-        output: Path of the finished file, if there is one.
+        output: Path of the finished file; empty if there is none.
+        tiles_planned: Tiles that the plan keeps, of a skipped slide those of its file; 0 where the
+            slide did not come so far.
+        tiles_done: Rows that the file or its part holds, those of earlier runs included.
+        tiles_failed: Tiles that have no row, see ``failed_tiles`` of the file.
+        tiles_resumed: Rows that were there before this run.
+        mpp: (x, y) µm per level-0 pixel; None where the slide did not come so far.
+        mpp_source: What told it.
+        reader: What decoded the tiles: ``tiff``, ``openslide`` or ``tifffile``.
+        warnings: What was remarkable about the slide, one sentence each.
+        seconds: Where the time went.
+        batches: Forward passes.
+        batch_size: Most tiles of one pass at the slide's end.
+        fill_share: Tiles over places of these passes, 0..1.
+        extra: Further columns of the input table.
         error: What ended the slide, for callers in Python; not part of the written report.
     """
 

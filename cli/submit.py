@@ -233,4 +233,4 @@ def _own_command() -> tuple[str, ...]:
     installed = Path(sys.executable).with_name("bioptimus")
     if installed.exists():
         return (str(installed),)
-    return (sys.executable, "-m", "cli")
+    return (sys.executable, "-m", "bioptimus")

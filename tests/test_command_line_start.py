@@ -35,6 +35,16 @@ def test_command_is_ours_where_a_project_on_the_path_has_a_cli_too(tmp_path: Pat
     assert "of the project" not in done.stdout
 
 
+def test_the_package_runs_as_the_command(tmp_path: Path) -> None:
+    ours = str(Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-m", "bioptimus", "--help"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": ours},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "Usage: bioptimus" in done.stdout
+
+
 def test_help_exits_0_and_names_the_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cli", "--help"], capture_output=True, text=True, check=True

@@ -36,7 +36,7 @@ def command() -> Iterator[Finding]:
     found = shutil.which("bioptimus")
     own = Path(sys.executable).parent / "bioptimus"
     if found is None:
-        yield ok("command", f"run as {Path(sys.argv[0]).name}; `bioptimus` is not on the PATH")
+        yield ok("command", "`bioptimus` is not on the PATH; `python -m bioptimus` does the same")
     elif own.exists() and Path(found).resolve() != own.resolve():
         yield Finding(
             name="command",

@@ -257,7 +257,16 @@ class Result:
     def read(self, name: RowsName, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
         """Rows [start, stop) of a dataset, read anew each time.
 
+        Args:
+            name: The dataset.
+            start: First row, from 0.
+            stop: Row after the last; None: to the end.
+
+        Returns:
+            (stop - start, ...) in the dataset's own type, for less memory than its attribute.
+
         Raises:
+            UsageError: There is no dataset of rows of that name, or a bound is no number.
             OutputError: The file has no such dataset, can no longer be read, or holds other values
                 than were written.
         """

@@ -489,7 +489,7 @@ class TileReader:
         level: Level that is read.
         level_downsample: (x, y) level-0 pixels per pixel of that level.
         scale: (x, y) level pixels per tile pixel.
-        size_px: Side of a tile.
+        size_px: Side of a tile, in pixels at its own scale.
     """
 
     def __init__(
@@ -530,6 +530,12 @@ class TileReader:
         """Read several tiles; one that cannot be read is its error, the others are pixels.
 
         Neighbours read together are cheaper than one by one.
+
+        Args:
+            tiles: As :meth:`read` takes them.
+
+        Returns:
+            In the same order, what :meth:`read` gives for each, or the error that it raises.
         """
         size = (self.size_px, self.size_px)
         places = [self._place(tile) for tile in tiles]

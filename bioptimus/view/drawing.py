@@ -81,7 +81,10 @@ def draw(
         width_px: Width in pixels; text and lines scale with it.
         slide: The slide, where it has moved; by default the path in the file is tried. Where there
             is none, one warning says so, and the thumbnail in the file has to do.
-        **options: As the picture takes them.
+        **options: As the picture takes them; the numbers of rows count from 0, in plan order.
+
+    Returns:
+        The picture, which shows itself in a notebook and can be saved.
 
     Raises:
         UsageError: matplotlib is missing, the file does not hold what the picture needs, or a
