@@ -367,6 +367,8 @@ def _process(
         if scale := scale_warning(planning, spec):
             report.warnings.append(scale)
         report.warnings.extend(plan.warnings)
+        for warning in plan.warnings if len(plan.kept) else ():  # else they are the reason
+            listener.note(job, warning)
         report.tiles_planned = len(plan.kept)
         # Before the part: a slide that is refused leaves none.
         tiles = slide.tile_reader(plan.spec)

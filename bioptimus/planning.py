@@ -34,6 +34,8 @@ from bioptimus.tissue.mask import SCANNED_OPACITY, SPECKS
 TISSUE_MPP = 8.0
 # Beyond any use: the share of tissue of so many positions takes some gigabytes.
 _MOST_POSITIONS = 100_000_000
+# Share of a mask that a generous hand may have drawn beyond what was scanned.
+_MOST_OUTSIDE = 0.05
 
 
 class CoarseImage(Protocol):
@@ -70,6 +72,10 @@ class PlannableSlide(Protocol):
     @property
     def mpp(self) -> tuple[float, float]:
         """(x, y) µm per level-0 pixel; raises ResolutionError where that is not known."""
+
+    @property
+    def bounds(self) -> tuple[int, int, int, int] | None:
+        """(x, y, width, height) of the scanned area in level-0 pixels, if the file tells."""
 
     def coarse_image(self, mpp: float = TISSUE_MPP) -> CoarseImage:
         """The whole slide at about that scale; as much coarser as a coarser slide is."""
@@ -241,12 +247,13 @@ def plan_slide(
     mask = _find_mask(slide, options, segmenter)
     ratios = tissue_ratios(mask, grid)
     kept = np.flatnonzero(ratios >= options.min_tissue).astype(np.int64)
+    warnings = _why_empty(mask, ratios, options, grid) if len(kept) == 0 else ()
     return SlidePlan(
         grid=grid,
         kept=kept,
         tissue_ratios=ratios[kept],
         mask=mask,
-        warnings=_why_empty(mask, ratios, options, grid) if len(kept) == 0 else (),
+        warnings=(*_why_misplaced(mask, slide.bounds), *warnings),
     )
 
 
@@ -291,6 +298,24 @@ def _segmented(name: str, coarse: CoarseImage, segmenter: Segmenter) -> TissueMa
     mask = found.astype(np.bool_) & (coarse.opaque >= SCANNED_OPACITY)
     step = TissueStep(name="tissue model", share=float(mask.mean()))
     return TissueMask(mask=mask, downsample=coarse.downsample, method="model", steps=(step,))
+
+
+def _why_misplaced(mask: TissueMask, bounds: tuple[int, int, int, int] | None) -> tuple[str, ...]:
+    """That a mask covers what was not scanned, in one sentence."""
+    if bounds is None or mask.method != "file":
+        return ()
+    x, y, width, height = bounds
+    left, right = x / mask.downsample[0], (x + width) / mask.downsample[0]
+    top, lower = y / mask.downsample[1], (y + height) / mask.downsample[1]
+    inside = mask.mask[int(top) : math.ceil(lower), int(left) : math.ceil(right)].sum()
+    outside = 1.0 - float(inside) / max(1, int(mask.mask.sum()))
+    if outside <= _MOST_OUTSIDE or not mask.mask.any():
+        return ()
+    return (
+        f"{outside:.0%} of the mask lies outside the scanned area, {width} x {height} px at "
+        f"({x}, {y}): its coordinates may count from there, as QuPath's do unless the slide was "
+        "imported with --no-crop",
+    )
 
 
 def _why_empty(

@@ -31,6 +31,7 @@ class FakeSlide:
     name: str = "fake.svs"
     damaged: npt.NDArray[np.bool_] | None = None
     scale: float | None = 0.5
+    bounds: tuple[int, int, int, int] | None = None
     asked_mpp: list[float] = field(default_factory=list)
 
     @property

@@ -1,5 +1,6 @@
 """Formats of which no slide of a scanner is at hand, on files made to OpenSlide's descriptions."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -169,6 +170,30 @@ def test_what_was_not_scanned_is_no_tile_even_where_tissue_is_not_looked_for(
             # The coarse picture tells to about 32 px, a quarter of these tiles.
             assert scanned > 0.2 if corner in kept else scanned < 0.8
         assert not {(0, 0), (128, 0)} & kept
+
+
+@pytest.mark.parametrize("moved", [0, -240])
+def test_mask_that_counts_from_the_scanned_area_is_told(
+    folder: Path, model: Path, tmp_path: Path, moved: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """QuPath counts from there, where a slide tells its bounds."""
+    left, right = 250 + moved, 700 + moved
+    ring = [[left, 300], [right, 300], [right, 900], [left, 900], [left, 300]]
+    mask = tmp_path / "mask.geojson"
+    mask.write_text(json.dumps({"type": "Polygon", "coordinates": [ring]}))
+    with Slide.open(folder / "mirax.mrxs") as slide:
+        assert slide.bounds is not None
+        x, _, width, height = slide.bounds
+    assert 230 < x < 250
+    words = ["--model", str(model), "--tissue", str(mask), "--out", str(tmp_path / "out")]
+    assert main(["embed", str(folder / "mirax.mrxs"), *words]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "--no-crop" in line]
+    if moved:
+        assert len(told) == 1
+        assert told[0].startswith("mirax.mrxs: 5")
+        assert f"outside the scanned area, {width} x {height} px at ({x}, 0)" in told[0]
+    else:
+        assert told == []
 
 
 def test_padded_levels_of_a_philips_slide_are_read_fast_and_agree_beyond_their_edge_too(

@@ -1,6 +1,7 @@
 """GeoJSON for QuPath: tiles, or outlines of the tissue, with measurements.
 
-Coordinates are level-0 pixels, as QuPath has them.
+Coordinates are level-0 pixels, as QuPath has them of slides without bounds, and of others when they
+are imported with ``--no-crop``.
 """
 
 import json
