@@ -41,13 +41,15 @@ def show_plan(config: "RunConfig") -> int:
 
 
 def _line(each: "SlidePreview") -> str:
+    from bioptimus.io.resolution import mpp_text
+
     if each.error:
         return f"{each.state}: {without_name(each.error, each.name)}"
     of = f"{each.tiles_done} of " if each.state == "resume" else ""
     done = " done" if each.state == "resume" else ""
     return (
         f"{each.state}, {of}{counted(each.tiles, 'tile')}{done}, "
-        f"mpp {each.mpp[0]:.4g} ({each.mpp_source}), "
+        f"mpp {mpp_text(each.mpp)} ({each.mpp_source}), "
         f"level {each.level} (downsample {each.level_downsample:.4g}), "
         f"{each.output_bytes / 1e6:.1f} MB -> {each.output}"
     )

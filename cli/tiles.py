@@ -176,6 +176,7 @@ def _plan_one(
     from dataclasses import replace
 
     from bioptimus.errors import SlideOpenError
+    from bioptimus.io.resolution import mpp_text
     from bioptimus.io.wsi import Slide
     from bioptimus.planning import plan_slide
     from bioptimus.tile_files import dump_tiles
@@ -202,7 +203,7 @@ def _plan_one(
         side = plan.spec.side_um
         say(
             f"{name}: {len(plan)} of {len(plan.grid)} tiles of {side:g} µm kept, "
-            f"{plan.mask.share:.1%} tissue, mpp {slide.mpp[0]:.4g} "
+            f"{plan.mask.share:.1%} tissue, mpp {mpp_text(slide.mpp)} "
             f"({slide.resolution.source}), level {level}{written}",
             err=lines_to_stderr,
         )

@@ -24,6 +24,7 @@ from bioptimus.io.sources import OpenSlideSource
 from bioptimus.io.wsi import OpenOptions, Slide
 from bioptimus.planning import PlanOptions, plan_slide
 from bioptimus.tiles import Tile, TileSpec, plan_tiles
+from bioptimus.view.source import SlidePictures, open_source
 from cli.main import main
 from tests import vendor_slides
 from tests.slides import damage_tile, tile_place, tissue, white
@@ -231,6 +232,23 @@ def test_reader_is_compared_with_openslide_where_a_sparse_slide_has_data(
     monkeypatch.setattr(imagecodecs, "jpeg8_decode", one_grey_level_off)
     with Slide.open(path) as slide:
         assert slide.reader == "openslide"
+
+
+def test_tiles_that_view_shows_of_a_slide_with_uneven_pixels_are_those_that_the_model_saw(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = vendor_slides.write_mirax(tmp_path / "a.mrxs", specimen(), mpp=(0.25, 0.29))
+    out = tmp_path / "out"
+    assert main(["tiles", str(path), "--no-overview"]) == 0
+    assert "mpp 0.25 x 0.29 (" in capsys.readouterr().out
+    assert main(["embed", str(path), "--model", str(model), "--out", str(out)]) == 0
+    result = open_source(out / "tiny" / "a.h5")
+    rows = np.arange(len(result))
+    with SlidePictures(result, path) as pictures, h5py.File(result.path) as file:
+        shown = np.stack(pictures.tiles(rows))
+        with torch.inference_mode():
+            expected = tiny()(torch.from_numpy(shown))
+        np.testing.assert_allclose(file["features"][:], expected.numpy(), atol=1e-4)
 
 
 # ---- whole runs ----

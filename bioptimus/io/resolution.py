@@ -231,7 +231,7 @@ def _problem(name: str, judged: Sequence[Candidate], notes: Sequence[str]) -> st
     if judged:
         claim = judged[0]
         return (
-            f"{name}: mpp {_text(claim.mpp)} from {claim.source} is implausible "
+            f"{name}: mpp {mpp_text(claim.mpp)} from {claim.source} is implausible "
             f"(expected {PLAUSIBLE_MPP[0]:g} to {PLAUSIBLE_MPP[1]:g} µm/px); {advice}"
         )
     found = f" ({'; '.join(notes)})" if notes else ""
@@ -244,12 +244,12 @@ def _warnings(
     x, y = winner.mpp
     if relative_difference(x, y) > ANISOTROPY_TOLERANCE:
         yield (
-            f"{name}: mpp differs between the axes, {_text(winner.mpp)} from {winner.source}; "
+            f"{name}: mpp differs between the axes, {mpp_text(winner.mpp)} from {winner.source}; "
             "each axis is scaled by its own factor"
         )
     for entry in judged:
         if entry.source != winner.source and not entry.is_plausible:
-            yield f"{name}: ignored implausible mpp {_text(entry.mpp)} from {entry.source}"
+            yield f"{name}: ignored implausible mpp {mpp_text(entry.mpp)} from {entry.source}"
     if winner.source == OBJECTIVE:
         yield (
             f"{name}: mpp {x:g} is only a guess from objective power {power:g}; "
@@ -268,8 +268,8 @@ def _contradictions(
             continue
         if max(map(relative_difference, entry.mpp, winner.mpp)) > tolerance:
             yield (
-                f"{name}: mpp {_text(winner.mpp)} from {winner.source} contradicts "
-                f"{_text(entry.mpp)} from {entry.source}"
+                f"{name}: mpp {mpp_text(winner.mpp)} from {winner.source} contradicts "
+                f"{mpp_text(entry.mpp)} from {entry.source}"
             )
             break  # one warning is enough; `info` lists every claim
         if winner.is_override:
@@ -278,7 +278,7 @@ def _contradictions(
         ratio = math.sqrt(winner.mpp[0] * winner.mpp[1]) * power / MPP_TIMES_POWER
         if max(ratio, 1 / ratio) > POWER_FACTOR_TOLERANCE:
             yield (
-                f"{name}: mpp {_text(winner.mpp)} from {winner.source} contradicts objective "
+                f"{name}: mpp {mpp_text(winner.mpp)} from {winner.source} contradicts objective "
                 f"power {power:g}, which means about {MPP_TIMES_POWER / power:g}; the mpp is used"
             )
 
@@ -288,7 +288,8 @@ def relative_difference(a: float, b: float) -> float:
     return abs(a - b) / min(a, b)
 
 
-def _text(mpp: tuple[float, float]) -> str:
+def mpp_text(mpp: tuple[float, float]) -> str:
+    """One number, or both where they differ."""
     x, y = mpp
     return f"{x:.6g}" if x == y else f"{x:.6g} x {y:.6g}"
 

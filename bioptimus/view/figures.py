@@ -378,13 +378,18 @@ def _counts(result: SlideResult) -> str:
     return " · ".join(part for part in parts if part)
 
 
+def _by_axis(mpp: tuple[float, float]) -> str:
+    """One number, or both where they differ."""
+    return " × ".join(dict.fromkeys(f"{value:.4g}" for value in mpp))
+
+
 def _overview_facts(result: SlideResult) -> list[tuple[str, str]]:
     width_mm, height_mm = (
         size * mpp / 1000 for size, mpp in zip(result.dimensions, result.mpp, strict=True)
     )
     facts = [
         ("slide", f"{width_mm:.1f} × {height_mm:.1f} mm"),
-        ("scale", f"{result.mpp[0]:.4g} µm/px"),
+        ("scale", f"{_by_axis(result.mpp)} µm/px"),
         ("tile", f"{result.tile.size_px} px at {result.tile.mpp:g} µm/px"),
         ("tiles", f"{len(result):,}"),
     ]

@@ -437,8 +437,10 @@ def open_slide(path: Path, result: SlideResult) -> "Slide":
 
     if not os.path.exists(path):
         raise SlideOpenError(f"{path}: the slide is not there any more")
-    # The resolution that the file was made with, whatever the slide says of itself.
-    options = OpenOptions(mpp_override=result.mpp[0], allow_upsample=True)
+    # The resolution that the file was made with, whatever the slide says of itself: but one that
+    # differs between the axes was the slide's own word, as nobody can give such a one.
+    x, y = result.mpp
+    options = OpenOptions(mpp_override=x if x == y else None, allow_upsample=True)
     slide = Slide.open(path, options)
     if tuple(slide.dimensions) != result.dimensions:
         slide.close()
