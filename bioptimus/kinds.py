@@ -4,6 +4,7 @@ The command line has parsed its words by then; a script may hand over the text o
 """
 
 import builtins
+import os
 import textwrap
 import types
 from collections.abc import Callable, MutableSequence, Sequence
@@ -79,8 +80,12 @@ def _check(name: str, value: object, wanted: tuple[Any, ...]) -> None:
         if not str(value):
             # To Path it is the working folder.
             raise UsageError(f"{what}: an empty path was given; is a variable not set?")
-        if "\0" in str(value):
-            raise UsageError(f"{what} {str(value)!r}: no path has a null character")
+        try:
+            impossible = b"\0" in os.fsencode(value)
+        except UnicodeEncodeError:
+            impossible = True
+        if impossible:
+            raise UsageError(f"{what} {str(value)!r}: no file can have such a name")
 
 
 @cache

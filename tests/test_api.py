@@ -192,7 +192,7 @@ WRONG: tuple[object, ...] = (
     b"x",
     object(),
 )
-NO_PATHS: tuple[object, ...] = ("", "a\0b", Path("a\0b"))
+NO_PATHS: tuple[object, ...] = ("", "a\0b", Path("a\0b"), "\ud800")
 
 
 def test_no_call_answers_a_wrong_value_with_an_error_that_is_not_ours(
@@ -218,6 +218,7 @@ def test_no_call_answers_a_wrong_value_with_an_error_that_is_not_ours(
         (result.prediction, {}, "name", everywhere),
         (bioptimus.draw, {}, "result", everywhere),
         (bioptimus.draw, {"result": result}, "picture width_px", everywhere),
+        (bioptimus.draw, {"result": result, "picture": "embedding"}, "fitted", WRONG[1:]),
         (bioptimus.draw, {"result": result, "picture": "overview"}, "slide", WRONG[2:]),
         (bioptimus.draw, {"result": result, "picture": "clusters"}, "count", ["3", None, 0.5]),
         (bioptimus.draw, {"result": result, "picture": "nearest"}, "row", ["3", True, 0.5]),
@@ -263,7 +264,8 @@ def test_no_call_answers_a_wrong_value_with_an_error_that_is_not_ours(
     [
         (lambda: bioptimus.open_result(3), "path 3: must be of type Path or a text"),  # type: ignore[arg-type]
         (lambda: bioptimus.open_result(""), "path: an empty path was given"),
-        (lambda: bioptimus.open_result("a\0b"), r"path 'a\\x00b': no path has a null character"),
+        (lambda: bioptimus.open_result("a\0b"), r"path 'a\\x00b': no file can have such a name"),
+        (lambda: bioptimus.open_result("\ud800"), r"path '\\ud800': no file can have such a name"),
         (
             lambda: bioptimus.embed_slide("a.svs", model=3),  # type: ignore[arg-type]
             "model 3: must be the name of one, the path of a .pt2, or one that build_server_model",

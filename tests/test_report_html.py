@@ -322,10 +322,18 @@ def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:
         write_html(tmp_path / "gone", tmp_path / "a.html")
 
 
-def test_a_page_that_cannot_be_written_is_an_output_error(out: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be written"):
+def test_what_stands_in_the_place_of_a_page_is_called_what_it_is(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OutputError, match=r"/folder: is a folder, and a file is to be written"):
+        write_html(out, tmp_path / "folder", pictures=False)
+    with pytest.raises(OutputError, match=r"/file: is a file, and a folder is to be there"):
         write_html(out, tmp_path / "file" / "a.html", pictures=False)
+
+
+def test_a_page_that_cannot_be_written_is_an_output_error(out: Path, tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot be written: File name too long"):
+        write_html(out, tmp_path / f"{'a' * 250}.html", pictures=False)
 
 
 class _Links(HTMLParser):

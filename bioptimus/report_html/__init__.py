@@ -23,15 +23,23 @@ def write_html(out: Path, target: Path, *, pictures: bool = True) -> int:
 
     Raises:
         UsageError: The folder is not there.
-        OutputError: The folder holds neither results nor reports, or the page cannot be written.
+        OutputError: The folder holds neither results nor reports, or the page cannot be written: a
+            folder is in its place, or a file in that of its folder.
     """
-    from bioptimus.inference.disk import remove_abandoned, written_aside
+    from bioptimus.inference.disk import (
+        refuse_file,
+        refuse_folder,
+        remove_abandoned,
+        written_aside,
+    )
     from bioptimus.report_html.collect import collect
     from bioptimus.report_html.page import render
     from bioptimus.report_html.pictures import draw_all
 
     if not out.is_dir():
         raise UsageError(f"{out}: no such folder; give the folder that --out named")
+    refuse_file(target.parent)
+    refuse_folder(target)
     run = collect(out)
     if not run.slides and not run.runs:
         raise OutputError(f"{out}: holds neither result files nor runs/*.json")

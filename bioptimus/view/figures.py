@@ -68,6 +68,7 @@ def draw_overview(result: SlideResult, options: PictureOptions) -> "Figure":
     return page.figure
 
 
+@checks_kinds
 def draw_embedding(
     result: SlideResult, options: PictureOptions, *, fitted: Components | None = None
 ) -> "Figure":
