@@ -32,7 +32,7 @@ from typing import Self
 
 from bioptimus.batch.jobs import job_id
 from bioptimus.errors import OutputError
-from bioptimus.inference.disk import refuse_folder
+from bioptimus.inference.disk import boot_id, refuse_folder
 
 logger = logging.getLogger(__name__)
 
@@ -325,10 +325,12 @@ def _machine() -> str:
     machines copied from one image have the same.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        # In a container that shows the host's /proc, the numbers there are other processes'.
+        if os.readlink("/proc/self") == str(os.getpid()) and (boot := boot_id()):
+            return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ""
+        pass
+    return ""
 
 
 def _is_dead(holder: Holder) -> bool:

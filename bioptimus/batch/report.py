@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import platform
+import secrets
 import shlex
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -172,7 +173,9 @@ class RunFile:
         started = datetime.datetime.now(datetime.UTC)
         self.host, self.job = platform.node(), job_id() or ""
         stamp = started.strftime("%Y%m%dT%H%M%S%f")
-        self.run_id = f"{stamp}-{self.host}-{os.getpid()}"
+        # Linux takes any host name; and of containers many have the same, and number 1.
+        host = self.host.replace("/", "_")
+        self.run_id = f"{stamp}-{host}-{os.getpid()}-{secrets.token_hex(2)}"
         self.path = out / RUNS_FOLDER / f"{self.run_id}.json"
         self._lock = threading.Lock()
         self._torn = False

@@ -92,7 +92,8 @@ class Stager:
         """
         if not max_gb > 0:
             raise UsageError(f"--stage-gb {max_gb:g}: must be above 0")
-        name = "-".join([_PREFIX, socket.gethostname(), job_id() or "nojob", ""])
+        host = socket.gethostname().replace("/", "_")  # Linux takes any name
+        name = "-".join([_PREFIX, host, job_id() or "nojob", ""])
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(folder)

@@ -159,6 +159,18 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def boot_id() -> str:
+    """Which start of which machine this is; empty where the system does not say.
+
+    What an earlier one wrote and did not sync may not be on the disk. macOS does not say, nor do
+    some containers, with an empty file in its place.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def temporary_beside(path: Path) -> Path:
     """A new name beside a file: not a final one, and no other process's."""
     return path.with_name(f"{path.name}{PART_SUFFIX}.{secrets.token_hex(_TOKEN_BYTES)}")

@@ -15,7 +15,7 @@ always.
 import errno
 import itertools
 import json
-import os
+import secrets
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from bioptimus.inference.disk import (
     DiskFile,
+    boot_id,
     sync_folder,
     temporary_beside,
 )
@@ -36,6 +37,8 @@ _MAGIC = b"bioptimus part1\n"
 _LENGTH_AT = 16
 _BOOT_AT = 24
 _BOOT_BYTES = 64
+# Not its number and its host's name: those of containers are the same again and again.
+_PROCESS = secrets.token_hex(16)
 _HEADER_AT = 128
 _ALIGNMENT = 4096
 
@@ -393,11 +396,7 @@ def _read_state(file: DiskFile, rows: int, state_at: int, *, boot: bytes) -> npt
 def _boot_id() -> bytes:
     """Which start of which machine this is, padded to ``_BOOT_BYTES``.
 
-    Where the system does not say (macOS), each process counts as a start of its own, so only
-    durable rows are resumed there.
+    Where the system does not say, each process counts as a start of its own, so only durable rows
+    are resumed there.
     """
-    try:
-        words = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except OSError:
-        words = f"{os.uname().nodename[:20]} {os.getpid()}"
-    return words.encode()[:_BOOT_BYTES].ljust(_BOOT_BYTES, b"\0")
+    return (boot_id() or _PROCESS).encode()[:_BOOT_BYTES].ljust(_BOOT_BYTES, b"\0")
