@@ -6,7 +6,6 @@ written as it arrives; whatever ends the slide early leaves a part file that a r
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import math
@@ -42,9 +41,8 @@ from bioptimus.errors import (
     release_frames,
 )
 from bioptimus.inference.layout import digest_of
-from bioptimus.inference.results import open_result
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
-from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing
+from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing, look_at_existing
 from bioptimus.io.crew import ALONE, Crew
 from bioptimus.io.wsi import CoarseImage, OpenOptions, Slide, TileReader
 from bioptimus.kinds import check_kinds
@@ -287,6 +285,8 @@ def settle_slide(
 ) -> SlideReport | None:
     """End a slide where that takes no model: its result is there, or it cannot be opened.
 
+    Changes nothing, and so needs no claim.
+
     Args:
         job: The slide and its output.
         spec: Of the model.
@@ -297,9 +297,12 @@ def settle_slide(
         As `process_slide` would; None where only that can tell.
     """
     report = SlideReport(slide=str(job.path), extra=dict(job.extra))
-    with _accounted(job, report), _opened(job, report, spec, options, ALONE) as opened:
+    with (
+        _accounted(job, report),
+        _opened(job, report, spec, options, ALONE, to_read=False) as opened,
+    ):
         parameters = opened.parameters(model_sha256)
-        if not _is_done(job, parameters, report, overwrite=options.overwrite):
+        if not _is_done(job, parameters, report, overwrite=options.overwrite, tidy=False):
             return None
     return report
 
@@ -358,7 +361,7 @@ def _process(
         slide, planning, bulk_rna = opened.slide, opened.planning, opened.bulk_rna
         told = len(slide.warnings)
         parameters = opened.parameters(client.model.checkpoint_sha256)
-        if _is_done(job, parameters, report, overwrite=options.overwrite):
+        if _is_done(job, parameters, report, overwrite=options.overwrite, tidy=True):
             return
         for warning in report.warnings:
             listener.note(job, warning)
@@ -445,17 +448,23 @@ class _Opened:
 
 @contextmanager
 def _opened(
-    job: SlideJob, report: SlideReport, spec: ModelSpec, options: SlideOptions, crew: Crew
+    job: SlideJob,
+    report: SlideReport,
+    spec: ModelSpec,
+    options: SlideOptions,
+    crew: Crew,
+    *,
+    to_read: bool = True,
 ) -> Iterator[_Opened]:
     """Open a slide for a block, and note in its report what is found."""
     opening, planning = job_options(job, options)
     with report.seconds.measure("open"):
         rna = slide_rna(job, spec, options)
         report.warnings.extend(() if rna is None else rna.warnings)
-        slide = Slide.open(job.read_path or job.path, opening, crew=crew)
+        slide = Slide.open(job.read_path or job.path, opening, crew=crew, to_read=to_read)
     with slide:
         report.mpp, report.mpp_source = slide.mpp, slide.resolution.source
-        report.reader = slide.reader
+        report.reader = slide.reader if to_read else ""
         report.warnings.extend(slide.warnings)
         yield _Opened(
             slide=slide,
@@ -467,11 +476,17 @@ def _opened(
 
 
 def _is_done(
-    job: SlideJob, parameters: dict[str, Any], report: SlideReport, *, overwrite: bool
+    job: SlideJob,
+    parameters: dict[str, Any],
+    report: SlideReport,
+    *,
+    overwrite: bool,
+    tidy: bool,
 ) -> bool:
+    look = check_existing if tidy else look_at_existing
     try:
         # Told to replace what is damaged, it has to look for that.
-        found = check_existing(
+        found = look(
             job.output,
             digest=digest_of(parameters),
             digest_parameters=parameters,
@@ -486,12 +501,8 @@ def _is_done(
     if found is None:
         return False
     report.state, report.reason, report.output = "skipped", "done already", str(job.output)
-    # Damage is for others to tell: the run has nothing to do with this slide.
-    with contextlib.suppress(OutputError):
-        result = open_result(job.output)
-        report.tiles_failed = len(result.failed_tiles)
-        report.tiles_done = report.tiles_resumed = len(result)
-        report.tiles_planned = report.tiles_done + report.tiles_failed
+    report.tiles_planned, report.tiles_failed = found.tiles_planned, found.tiles_failed
+    report.tiles_done = report.tiles_resumed = found.tiles_planned - found.tiles_failed
     return True
 
 

@@ -4,10 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bioptimus.batch import run as batch_run
+from bioptimus.inference import writers
+from bioptimus.io import judge, opening
+from bioptimus.io.sources import PixelSource
 from bioptimus.runtime.loader import ModelChoice, load_model
 from bioptimus.runtime.server_model import BaseServerModel
 from cli.main import main
@@ -78,6 +82,29 @@ def test_model_is_loaded_at_the_first_slide_that_takes_it(
         *("loading", "model_loaded", "slide_started", "slide_planned", "slide_ended"),
         *("slide_started", "slide_ended", "run_ended"),
     ]
+
+
+def test_slide_that_is_done_has_no_pixels_compared_and_its_folder_not_listed(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of the time of a rerun, and the second grows with the results that are there."""
+    compared: list[object] = []
+    real = judge.first_difference
+
+    def compare(fast: PixelSource, judge: PixelSource, **how: Any) -> str | None:
+        compared.append(fast)
+        return real(fast, judge, **how)
+
+    def list_folder(path: Path) -> list[Path]:
+        raise AssertionError(path)
+
+    monkeypatch.setattr(opening, "first_difference", compare)
+    monkeypatch.setattr(writers, "temporaries_beside", list_folder)
+    assert main(words) == 0
+    assert compared == []
+    Path("out/tiny/b.h5").unlink()  # c.tif comes behind it
+    assert main(words) == 0
+    assert len(compared) == 1
 
 
 def test_result_that_only_a_look_at_its_slide_tells_to_be_replaced_is_told_of_once(

@@ -21,7 +21,7 @@ import pytest
 from bioptimus.errors import OutputError, OutputMismatchError
 from bioptimus.inference import disk, part
 from bioptimus.inference.disk import DiskFile
-from bioptimus.inference.writers import HDF5Writer, check_existing, look_at_part, part_of
+from bioptimus.inference.writers import Existing, HDF5Writer, check_existing, look_at_part, part_of
 from tests.writer_process import DIM, FAILED, ROWS, embeddings, plan, predictions, write
 
 PARAMETERS = plan().digest_parameters
@@ -688,7 +688,7 @@ def test_file_locks_are_not_needed(tmp_path: Path) -> None:
         from bioptimus.inference.writers import check_existing
         from tests.writer_process import plan, write
         path = write(Path(sys.argv[1]))
-        assert check_existing(path, digest="digest", digest_parameters={}) == "same"
+        assert check_existing(path, digest="digest", digest_parameters={}) is not None
         try:
             h5py.File(path, "r", locking=True)
         except OSError:
@@ -755,7 +755,8 @@ def test_existing_file_is_the_same_another_or_none(tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     assert check_existing(path, digest="digest", digest_parameters=PARAMETERS) is None
     write(path)
-    assert check_existing(path, digest="digest", digest_parameters=PARAMETERS) == "same"
+    found = check_existing(path, digest="digest", digest_parameters=PARAMETERS)
+    assert found == Existing(tiles_planned=ROWS, tiles_failed=3)
     with pytest.raises(OutputMismatchError, match=r"tile_mpp is 0\.5 there, 1\.0 now\); pass --o"):
         check_existing(
             path, digest="x", digest_parameters={"model": {"sha256": "ab"}, "tile_mpp": 1.0}
@@ -767,7 +768,7 @@ def test_what_a_kill_after_the_rename_left_is_tidied_up(tmp_path: Path) -> None:
     part_of(path).write_bytes(b"left")
     (tmp_path / "a.h5.part.01234567").write_bytes(b"left")
     (tmp_path / "b.h5.part").write_bytes(b"another slide's")
-    assert check_existing(path, digest="digest", digest_parameters=PARAMETERS) == "same"
+    assert check_existing(path, digest="digest", digest_parameters=PARAMETERS) is not None
     assert names_in(tmp_path) == ["a.h5", "b.h5.part"]
 
 
@@ -776,7 +777,7 @@ def test_a_part_of_other_parameters_beside_a_finished_file_is_kept(tmp_path: Pat
     other = plan(digest="other", digest_parameters=OTHER)
     with HDF5Writer.open(path, other, overwrite=True) as writer:
         rows_of(writer, 0, 10)
-    assert check_existing(path, digest="digest", digest_parameters=PARAMETERS) == "same"
+    assert check_existing(path, digest="digest", digest_parameters=PARAMETERS) is not None
     with HDF5Writer.open(path, other) as writer:
         assert writer.resumed_rows == 10
 

@@ -32,6 +32,7 @@ from bioptimus.batch.shards import parse_shard, share
 from bioptimus.batch.stage import Stager, staging_folder
 from bioptimus.batch.threads import plan_threads, slides_under_way
 from bioptimus.errors import BioptimusError, LostDeviceError, OutputError, UsageError
+from bioptimus.inference.writers import part_of
 from bioptimus.kinds import check_kinds, checks_kinds
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.omics import read_bulk_rna
@@ -461,8 +462,9 @@ def _run_jobs(
         work=work, config=config, run_file=run_file, listener=listener, stop=stop, failed=failed
     )
     workers.refuse()
+    checkpoint = work.model.checkpoint
+    workers.model_sha256 = model.checkpoint_sha256 if model else file_sha256(checkpoint)
     if model is None:
-        workers.model_sha256 = file_sha256(work.model.checkpoint)
         workers.settle(slides_under_way(len(work.jobs), config.workers))
     if workers.left == 0:
         return workers.reports()
@@ -747,17 +749,27 @@ class _Workers:
 
     def _settle_one(self, index: int) -> SlideReport | None:
         """What became of a slide; None where it takes the model."""
+        slide, job = self.work.slides[index], self.work.jobs[index]
+        if not _may_be_done(job):
+            return None
+        self._tell_started(index)
         # A claim, if only for a look, would keep others from a slide that there is work on.
-        return None if _lacks_result(self.work.jobs[index]) else self._one(index, self._settled)
+        report = self._settled(slide, job)
+        if report is None or report.state != "failed":
+            return report
+        return self._one(index, self._settled)  # told by one process only
+
+    def _tell_started(self, index: int) -> None:
+        if index not in self._begun:
+            self._begun.add(index)
+            self.listener.slide_started(self.work.jobs[index])
 
     def _process_one(self, index: int) -> SlideReport | None:
         return self._one(index, self._claimed)
 
     def _one(self, index: int, do: "_Do") -> SlideReport | None:
         slide, job = self.work.slides[index], self.work.jobs[index]
-        if index not in self._begun:
-            self._begun.add(index)
-            self.listener.slide_started(job)
+        self._tell_started(index)
         try:
             claim = self._claim(index)
             if claim is None:
@@ -833,6 +845,12 @@ class _Workers:
         )
 
     def _claimed(self, slide: SlideInput, job: SlideJob) -> SlideReport:
+        if _may_be_done(job):
+            # Opened for this look only, a slide takes a tenth of the time that it does to be read.
+            report = self._settled(slide, job)
+            if report is not None:
+                self._drop(slide)
+                return report
         listener: SlideListener = self.listener
         if self.search is not None:
             listener = _FirstTiles(listener, self.search)
@@ -875,6 +893,11 @@ def _lost_device(report: SlideReport) -> bool:
 def _lacks_result(job: SlideJob) -> bool:
     """Whether tiles of the slide have to be computed, as far as it is known without opening it."""
     return job.problem is None and not os.path.exists(job.output)
+
+
+def _may_be_done(job: SlideJob) -> bool:
+    """Whether the result is there, and nothing beside it that would have to be tidied up."""
+    return os.path.exists(job.output) and not os.path.exists(part_of(job.output))
 
 
 def _is_to_do(job: SlideJob, config: RunConfig) -> bool:

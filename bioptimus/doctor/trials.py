@@ -176,7 +176,7 @@ def _result_file(folder: Path) -> Finding:
         writer.finish(state="ok")
     finally:
         writer.close()
-    if check_existing(path, digest="doctor", digest_parameters={}) != "same":
+    if check_existing(path, digest="doctor", digest_parameters={}) is None:
         raise OutputError(f"{folder.parent}: a result file is gone once it is finished")
     return ok("result file", "written, finished and read back")
 

@@ -171,9 +171,10 @@ def boot_id() -> str:
         return ""
 
 
-def temporary_beside(path: Path) -> Path:
-    """A new name beside a file: not a final one, and no other process's."""
-    return path.with_name(f"{path.name}{PART_SUFFIX}.{secrets.token_hex(_TOKEN_BYTES)}")
+def temporary_beside(path: Path, *, token: str = "") -> Path:
+    """A new name beside a file: not a final one, and no other process's unless a token is given."""
+    token = token or secrets.token_hex(_TOKEN_BYTES)
+    return path.with_name(f"{path.name}{PART_SUFFIX}.{token}")
 
 
 def temporaries_beside(path: Path) -> list[Path]:

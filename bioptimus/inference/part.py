@@ -42,6 +42,9 @@ _PROCESS = secrets.token_hex(16)
 _HEADER_AT = 128
 _ALIGNMENT = 4096
 
+# Ends the name of a part that has no header yet.
+_BEGINNING = "0" * 8
+
 PENDING, WRITTEN, DURABLE = 0, 1, 2
 
 
@@ -113,7 +116,10 @@ class PartFile:
         header = to_json(
             {"digest": digest, "parameters": parameters, "layout": vars(layout)}
         ).encode()
-        temporary = temporary_beside(path.with_suffix(""))
+        # Always of one name: what a killed process left of it goes, and no folder of 100,000
+        # results has to be looked through for it.
+        temporary = temporary_beside(path.with_suffix(""), token=_BEGINNING)
+        temporary.unlink(missing_ok=True)
         file = DiskFile(temporary, create=True)
         try:
             part = cls(path, layout, file, len(header))

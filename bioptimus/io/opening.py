@@ -31,13 +31,16 @@ _MOVED_TILES = ("ventana", "trestle", "zeiss", "mirax", "dicom", "hamamatsu", "s
 _NO_TABLE = (tifffile.TiffFileError, OSError, ValueError, KeyError, IndexError)
 
 
-def open_source(path: Path, *, fast: bool, crew: Crew = ALONE) -> tuple[Metadata, PixelSource]:
+def open_source(
+    path: Path, *, fast: bool, crew: Crew = ALONE, to_read: bool = True
+) -> tuple[Metadata, PixelSource]:
     """Open a slide with the reader that suits it.
 
     Args:
         path: The slide's file.
         fast: Whether readers other than OpenSlide may be used.
         crew: Who compares their pixels with OpenSlide's.
+        to_read: Whether they are tried where OpenSlide opens the file too.
 
     Raises:
         SlideOpenError: No reader can open it.
@@ -56,7 +59,7 @@ def open_source(path: Path, *, fast: bool, crew: Crew = ALONE) -> tuple[Metadata
     if metadata.vendor == "philips":
         metadata = replace(metadata, stored=_stored_tiles(path))
     judge = OpenSlideSource(path, handle, metadata.background)
-    if not fast:
+    if not (fast and to_read):
         return metadata, judge
     with quiet_tifffile(path.name):
         return _faster_source(path, metadata, downsamples, judge, crew) or (metadata, judge)

@@ -200,7 +200,12 @@ class Slide:
     @classmethod
     @checks_kinds
     def open(
-        cls, path: Path | str, options: OpenOptions | None = None, *, crew: Crew = ALONE
+        cls,
+        path: Path | str,
+        options: OpenOptions | None = None,
+        *,
+        crew: Crew = ALONE,
+        to_read: bool = True,
     ) -> Self:
         """Open a slide.
 
@@ -208,6 +213,8 @@ class Slide:
             path: The slide's file; of a DICOM series, any of its files.
             options: How it is to be read.
             crew: Threads that help to open it and to make its coarse pictures.
+            to_read: Whether tiles will be read. If not, no faster reader is tried, which takes
+                most of the opening, nor are its warnings told.
 
         Returns:
             The slide. Its scale may be unknown: :attr:`mpp` raises then, this method does not.
@@ -218,7 +225,8 @@ class Slide:
         """
         path = Path(path)
         options = options or OpenOptions()
-        metadata, source = open_source(path, fast=options.reader == "auto", crew=crew)
+        fast = options.reader == "auto"
+        metadata, source = open_source(path, fast=fast, crew=crew, to_read=to_read)
         return cls(path, options, metadata, source, crew)
 
     @property
