@@ -2,11 +2,13 @@
 
 import errno
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from bioptimus.errors import CheckpointError, OutOfDeviceMemoryError, UsageError, _ForwardError
 from bioptimus.models.types import ModelSpec
@@ -102,6 +104,70 @@ def test_eight_threads_get_the_bits_of_one(runner: Runner) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+class Loose(nn.Module):
+    """uint8 (N, 8, 8, 3) → (N, 5), through a step of the caller's."""
+
+    def __init__(self, step: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.step = step
+
+    def forward(self, tiles: torch.Tensor) -> object:
+        return self.step(self.norm(tiles.float().flatten(1)[:, :5]))
+
+
+def save_loose(path: Path, step: Callable[[torch.Tensor], object], *, training: bool) -> Path:
+    """As someone else's export of such a network would be."""
+    shapes = ({0: torch.export.Dim("batch", min=1, max=8)},)
+    example = torch.zeros((4, 8, 8, 3), dtype=torch.uint8)
+    module = Loose(step).train(training)
+    torch.export.save(torch.export.export(module, (example,), dynamic_shapes=shapes), path)
+    return path
+
+
+def attend(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    y = x[:, None, None]
+    return functional.scaled_dot_product_attention(y, y, y, dropout_p=dropout_p)[:, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("step", "training", "operation"),
+    [
+        (lambda x: x, True, "aten.batch_norm"),
+        (lambda x: functional.dropout(x, 0.5, training=True), False, "aten.dropout"),
+        (lambda x: attend(x, 0.1), False, "aten.scaled_dot_product_attention"),
+        (lambda x: x + torch.rand_like(x), False, "aten.rand_like"),
+    ],
+    ids=["batch norm", "dropout", "attention", "random"],
+)
+def test_a_foreign_program_whose_results_differ_from_run_to_run_is_refused(
+    tmp_path: Path, step: Callable[[torch.Tensor], object], training: bool, operation: str
+) -> None:
+    path = save_loose(tmp_path / "loose.pt2", step, training=training)
+    with pytest.raises(CheckpointError, match=rf"loose.pt2: {operation}.*call eval\(\)"):
+        open_runner(path, device="cpu", spec=TINY)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: functional.dropout(x, 0.5, training=False),
+        lambda x: functional.dropout(x, 0.0, training=True),
+        lambda x: attend(x, 0.0) * 0 + x,
+        lambda x: {"embedding": x},
+        lambda x: ([x],),
+    ],
+    ids=["dropout off", "dropout of nothing", "attention", "dictionary", "nested"],
+)
+def test_a_foreign_program_in_evaluation_mode_runs_whatever_it_holds_its_output_in(
+    tmp_path: Path, step: Callable[[torch.Tensor], object]
+) -> None:
+    path = save_loose(tmp_path / "loose.pt2", step, training=False)
+    (output,) = open_runner(path, device="cpu", spec=TINY)(random_tiles(3))
+    wanted = random_tiles(3).float().flatten(1)[:, :5] / (1 + 1e-5) ** 0.5
+    torch.testing.assert_close(output, wanted)
 
 
 class Counting(nn.Module):

@@ -12,6 +12,8 @@ from bioptimus.runtime.archive import Signature, TensorSpec
 
 if TYPE_CHECKING:
     import torch
+    from torch.export import ExportedProgram
+    from torch.fx import Node
 
     Outputs = tuple[torch.Tensor, ...]
 
@@ -82,6 +84,41 @@ def check_fit(path: Path, spec: ModelSpec, signature: Signature) -> None:
             f"{path}: gives {_listed(signature.outputs)}, but {spec.name} gives "
             f"{_listed(expected_outputs(spec))}; is it the file of another model?"
         )
+
+
+def refuse_training(path: Path, program: ExportedProgram) -> None:
+    """Refuse a program that was exported in training mode, or draws random numbers.
+
+    A tile would have other results in each run, and nothing that comes out shows it.
+
+    Raises:
+        CheckpointError: Names the operation.
+    """
+    for graph in program.graph_module.modules():
+        for node in getattr(getattr(graph, "graph", None), "nodes", ()):
+            if node.users and _is_unsteady(node):
+                raise CheckpointError(
+                    f"{path}: {node.target} in it makes the results of a tile differ from run to "
+                    "run; call eval() on the network and export it again"
+                )
+
+
+def _is_unsteady(node: Node) -> bool:
+    import torch
+
+    operation = node.target
+    if not isinstance(operation, torch._ops.OpOverload):
+        return False
+    arguments = operation._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), node.args, strict=False))
+    values = {a.name: a.default_value for a in arguments} | given | node.kwargs
+    if "batch_norm" in str(operation):
+        return values.get("training") is True  # by the statistics of the batch
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    # Such as dropout, attention and rrelu, which name what switches chance off in them.
+    switches = ("p", "dropout_p", "dropout", "train", "training")
+    return all(values[name] for name in switches if name in values)
 
 
 def adapter(spec: ModelSpec, signature: Signature) -> Callable[[Outputs], Outputs]:

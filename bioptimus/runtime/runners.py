@@ -33,7 +33,7 @@ from bioptimus.errors import (
 )
 from bioptimus.models.types import ModelSpec
 from bioptimus.runtime.archive import ArchiveInfo, Signature, inspect_archive
-from bioptimus.runtime.fitting import adapter, check_fit, fit_spec, signature_of
+from bioptimus.runtime.fitting import adapter, check_fit, fit_spec, refuse_training, signature_of
 from bioptimus.runtime.machine import check_machine
 
 if TYPE_CHECKING:
@@ -193,8 +193,10 @@ class PortableRunner(CheckedRunner):
 
     def compute(self, inputs: Sequence[torch.Tensor]) -> Tensors:
         """See :class:`CheckedRunner`."""
-        outputs = self._module(*inputs)
-        return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+        from torch.utils._pytree import tree_leaves
+
+        # In the order of the signature, also where a foreign program holds them in a dictionary.
+        return tuple(tree_leaves(self._module(*inputs)))
 
 
 def check_inputs(signature: Signature, inputs: Sequence[torch.Tensor]) -> int:
@@ -451,7 +453,7 @@ def _load(
             from bioptimus.runtime.compiled import CompiledRunner
 
             return CompiledRunner(info, signature, device=device, slots=slots, adapt=adapt)
-        module = _load_portable(info.path, device)
+        module = _load_portable(info, device)
     return PortableRunner(module, signature, device=device, slots=slots, adapt=adapt)
 
 
@@ -483,15 +485,19 @@ def load_program(path: Path) -> ExportedProgram:
         log.removeFilter(keep)
 
 
-def _load_portable(path: Path, device: str) -> torch.nn.Module:
-
+def _load_portable(info: ArchiveInfo, device: str) -> torch.nn.Module:
+    path = info.path
     try:
         program = load_program(path)
+        if info.spec is None:  # our export has compared what its files give
+            refuse_training(path, program)
         if device != "cpu":
             from torch.export.passes import move_to_device_pass
 
             program = move_to_device_pass(program, device)
         return program.module()
+    except CheckpointError:
+        raise
     except Exception as exc:  # torch documents no error types; this is its border
         # Of a damaged archive, torch has three sentences more.
         words = first_line(exc).partition(". This is an internal")[0]
