@@ -1,8 +1,10 @@
 """Formats of which no slide of a scanner is at hand, on files made to OpenSlide's descriptions."""
 
+import contextlib
 import json
 import re
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +58,10 @@ def write_philips(path: Path) -> Path:
     return vendor_slides.write_philips(path, specimen()[:1100, :1400], missing=[(0, 0), (1, 0)])
 
 
+def write_sakura(path: Path) -> Path:
+    return vendor_slides.write_sakura(path, specimen()[:1278, :1534], missing=[(0, 0), (0, 1)])
+
+
 def write_iscan(path: Path) -> Path:
     """The older kind of Ventana, without overlaps: levels are padded to whole tiles."""
     return vendor_slides.write_ventana(path, specimen(), overlap=(0, 0), joints=False)
@@ -69,6 +75,7 @@ FORMATS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "ventana.bif": ("ventana", lambda path: vendor_slides.write_ventana(path, specimen())),
     "iscan.tif": ("ventana", write_iscan),
     "trestle.tif": ("trestle", lambda path: vendor_slides.write_trestle(path, specimen())),
+    "sakura.svslide": ("sakura", write_sakura),
     "two.vms": ("hamamatsu", lambda path: vendor_slides.write_vms(path, specimen())),
 }
 
@@ -123,7 +130,7 @@ def test_coarse_picture_shows_the_slide_and_no_padding_of_a_level(folder: Path, 
                 assert abs(length * by - whole) <= 1.5 * by
 
 
-@pytest.mark.parametrize("name", ["mirax.mrxs", "ventana.bif", "iscan.tif"])
+@pytest.mark.parametrize("name", ["mirax.mrxs", "ventana.bif", "iscan.tif", "sakura.svslide"])
 def test_scale_that_a_format_states_is_not_guessed_from_the_size_of_its_levels(
     folder: Path, name: str
 ) -> None:
@@ -290,6 +297,10 @@ def damage(slide: Path) -> None:
     if slide.suffix in (".tif", ".tiff", ".bif"):
         lengths = [tile_place(slide, index=index)[1] for index in range(20)]
         damage_tile(slide, index=int(np.argmax(lengths)))
+        return
+    if slide.suffix == ".svslide":
+        with contextlib.closing(sqlite3.connect(slide)) as tables, tables:
+            tables.execute("UPDATE Scan SET data = 'no JPEG' WHERE id = 'T;768|512;1;2;0'")
         return
     if slide.suffix == ".mrxs":
         path, marker, kept = slide.with_suffix("") / "Data0000.dat", b"\xff\xd8\xff", 0

@@ -5,7 +5,9 @@ the path to write and level 0 as RGB pixels, and returns the path.
 """
 
 import base64
+import contextlib
 import io
+import sqlite3
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -576,3 +578,69 @@ def _ventana_joints(grid: tuple[int, int], overlap: tuple[int, int], tile: int) 
         f'NumRows="{down}" NumCols="{across}" Pos-X="0" Pos-Y="0">{"".join(joints)}</ImageInfo>'
         '</SlideStitchInfo><AoiOrigin><AOI0 OriginX="0" OriginY="0"/></AoiOrigin></EncodeInfo>'
     )
+
+
+# ---- Sakura ----
+
+
+def write_sakura(
+    path: Path,
+    pixels: Pixels,
+    *,
+    mpp: float = 0.25,
+    factors: Sequence[int] = (1, 2, 4),
+    missing: Sequence[tuple[int, int]] = (),
+) -> Path:
+    """A SQLite database; each colour of a tile is a grey JPEG under a name that tells its place.
+
+    Args:
+        path: Where it is written; no file may be there.
+        pixels: Level 0.
+        mpp: µm/px.
+        factors: Powers of two, 1 first: the downsample of each level.
+        missing: (column, row) of tiles of level 0 that are left out.
+    """
+    tile, (height, width) = 256, pixels.shape[:2]
+    parts: dict[str, bytes] = {
+        "++MagicBytes": b"SVGigaPixelImage",
+        "++VersionBytes": b"1.0.0",
+        "Header": struct.pack("<6I", tile, width, height, 8, 1, 3),
+    }
+    for factor in factors:
+        level = _padded(pixels if factor == 1 else half(pixels, factor), tile)
+        for row in range(level.shape[0] // tile):
+            for column in range(level.shape[1] // tile):
+                if factor == 1 and (column, row) in missing:
+                    continue
+                part = level[row * tile : (row + 1) * tile, column * tile : (column + 1) * tile]
+                x, y = column * tile * factor, row * tile * factor
+                for colour in range(3):
+                    name = f"T;{x}|{y};{factor};{colour};0"
+                    parts[name] = jpeg(np.ascontiguousarray(part[..., colour]))
+    pictures = [(1, jpeg(_plain(LABEL_COLOUR))), (2, jpeg(_plain(MACRO_COLOUR)))]
+    with contextlib.closing(sqlite3.connect(path)) as data, data:
+        data.executescript(
+            """
+            CREATE TABLE DataManagerSQLiteConfigXPO (TableName TEXT);
+            CREATE TABLE Scan (id TEXT PRIMARY KEY, size INTEGER, data BLOB);
+            CREATE TABLE SVSlideDataXPO (OID INTEGER PRIMARY KEY, m_labelScan INTEGER,
+                m_overviewScan INTEGER, SlideId TEXT, Date TEXT, Description TEXT, Creator TEXT,
+                DiagnosisCode TEXT, Keywords TEXT);
+            CREATE TABLE SVHRScanDataXPO (OID INTEGER PRIMARY KEY, ParentSlide INTEGER,
+                ScanId TEXT, Date TEXT, Description TEXT, Name TEXT, ResolutionMmPerPix REAL,
+                NominalLensMagnification REAL, ThumbnailImage BLOB, FocussingMethod INTEGER);
+            CREATE TABLE SVScannedImageDataXPO (OID INTEGER PRIMARY KEY, Image BLOB);
+            INSERT INTO DataManagerSQLiteConfigXPO VALUES ('Scan');
+            INSERT INTO SVSlideDataXPO VALUES (1, 1, 2, 'slide', '', '', '', '0', '');
+            """
+        )
+        data.execute(
+            "INSERT INTO SVHRScanDataXPO VALUES (1, 1, 'scan', '', '', '', ?, 40, NULL, 1)",
+            (mpp / 1000,),
+        )
+        data.executemany("INSERT INTO SVScannedImageDataXPO VALUES (?, ?)", pictures)
+        data.executemany(
+            "INSERT INTO Scan VALUES (?, ?, ?)",
+            [(name, len(part), part) for name, part in parts.items()],
+        )
+    return path

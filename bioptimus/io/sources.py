@@ -174,7 +174,7 @@ class OpenSlideSource:
                 self._replace(handle, None)
                 raise SlideReadError(
                     f"{self._path.name}: level {level} at ({corner[0]}, {corner[1]}) cannot be "
-                    f"decoded ({exc}); the file is damaged there, copy it again from the source"
+                    f"decoded ({exc}); the slide is damaged there, copy it again from the source"
                 ) from exc
             self._replace(handle, fresh)
         return pixels

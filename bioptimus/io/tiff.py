@@ -164,7 +164,7 @@ class TiffSource:
     def _ask_judge(self, level: int, reason: str) -> PixelSource:
         if self._judge is None:
             raise SlideReadError(
-                f"{self._path.name}: level {level} {reason}; the file is damaged there, copy it "
+                f"{self._path.name}: level {level} {reason}; the slide is damaged there, copy it "
                 "again from the source"
             )
         return self._judge
