@@ -162,7 +162,11 @@ class Result:
 
     @cached_property
     def model(self) -> ModelSpec:
-        """Specification of the model; its names come from the datasets that hold them."""
+        """Specification of the model; its names come from the datasets that hold them.
+
+        Raises:
+            OutputError: The file's is none.
+        """
         try:
             spec = ModelSpec.from_dict(self.attributes["model_spec"])
             names = self._strings("output_names")
@@ -409,12 +413,12 @@ class Result:
 
     @cached_property
     def thumbnail(self) -> Picture | None:
-        """The slide, small, RGB."""
+        """The slide, small, RGB, in the colours stored in it; None where the file has none."""
         return self._picture("thumbnail")
 
     @cached_property
     def tissue_mask(self) -> Picture | None:
-        """Where tissue was found: 0 or 1."""
+        """Where tissue was found: 0 or 1; None where the file does not say."""
         return self._picture("tissue_mask")
 
     # Elsewhere

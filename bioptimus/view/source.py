@@ -105,6 +105,7 @@ class SlideResult:
         thumbnail: The picture in the file.
         mask: (H, W) bool, and its (x, y) downsample; None where tissue was not searched.
         failed: (M, 2) int64, corners of the tiles that have no row.
+        to_srgb: Whether the tiles went through the slide's colour profile.
     """
 
     name: str
@@ -124,6 +125,7 @@ class SlideResult:
     thumbnail: Ground | None
     mask: tuple[npt.NDArray[np.bool_], tuple[float, float]] | None
     failed: npt.NDArray[np.int64]
+    to_srgb: bool = False
 
     def __len__(self) -> int:
         """Number of tiles that have a row."""
@@ -318,6 +320,7 @@ def source_of(result: "Result") -> SlideResult:
         else None,
         mask=(mask.pixels > 0, mask.downsample) if mask else None,
         failed=np.array(failed, np.int64).reshape(-1, 2),
+        to_srgb=result.attributes.get("icc") == "srgb",
     )
 
 
@@ -437,10 +440,14 @@ def open_slide(path: Path, result: SlideResult) -> "Slide":
 
     if not os.path.exists(path):
         raise SlideOpenError(f"{path}: the slide is not there any more")
-    # The resolution that the file was made with, whatever the slide says of itself: but one that
-    # differs between the axes was the slide's own word, as nobody can give such a one.
+    # The resolution and colours that the file was made with, whatever the slide says of itself: but
+    # a resolution that differs between the axes was its own word, as nobody can give such a one.
     x, y = result.mpp
-    options = OpenOptions(mpp_override=x if x == y else None, allow_upsample=True)
+    options = OpenOptions(
+        mpp_override=x if x == y else None,
+        icc="srgb" if result.to_srgb else "none",
+        allow_upsample=True,
+    )
     slide = Slide.open(path, options)
     if tuple(slide.dimensions) != result.dimensions:
         slide.close()

@@ -117,7 +117,11 @@ class InProcessClient:
 
     @property
     def max_batch_size(self) -> int:
-        """Most tiles of one forward pass; setting it holds for batches that leave later."""
+        """Most tiles of one forward pass; setting it holds for batches that leave later.
+
+        Raises:
+            UsageError: What it is set to is no whole number from 1.
+        """
         return self._max_batch_size
 
     @max_batch_size.setter
