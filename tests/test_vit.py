@@ -313,7 +313,7 @@ class Evil:
 def test_pickled_weights_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"cls_token": Evil()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="it holds a "):
         read_weights(tmp_path)
     assert not (tmp_path / "evil-was-here").exists()
 
@@ -332,3 +332,29 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match="outside the folder"):
         read_weights(tmp_path)
+
+
+def test_pickled_weights_of_before_torch_1_6_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    weights, files = read_weights(tmp_path)
+    assert files == [path]
+    assert weights["a"].tolist() == [1, 1, 1]
+
+
+def test_a_pickle_of_anything_else_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    told = f"{path}: no mapping of names to tensors, which is all that is read of a pickle"
+    for value, more in (
+        (torch.nn.Linear(2, 2), "; it holds a torch.nn.modules.linear.Linear"),
+        (3, ""),
+    ):
+        torch.save(value, path)
+        with pytest.raises(CheckpointError) as caught:
+            read_weights(tmp_path)
+        assert str(caught.value).startswith(f"{told}{more}; save the network's state_dict()")
+    for content in (b"hello", b""):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError) as caught:
+            read_weights(tmp_path)
+        assert str(caught.value).startswith(told)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -332,13 +333,34 @@ def read_weights(folder: Path) -> tuple[Weights, list[Path]]:
                 merged |= read_safetensors(folder / name)
             return merged, [folder / name for name in names]
         if pickled.exists():
-            loaded = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
-            return dict(loaded), [pickled]
+            return _read_pickled(pickled), [pickled]
     except CheckpointError:
         raise
     except Exception as exc:  # torch and pickle document no error types; this is their border
         raise CheckpointError(f"{folder}: weights cannot be read: {exc}") from exc
     raise CheckpointError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin")
+
+
+def _read_pickled(path: Path) -> Weights:
+    """Read what ``torch.save`` wrote of a ``state_dict``; nothing else is unpickled.
+
+    Raises:
+        CheckpointError: It holds more than tensors, or is damaged.
+    """
+    try:
+        # Files of the format before torch 1.6 are no archives.
+        mmap = zipfile.is_zipfile(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        return dict(loaded)
+    except OSError:
+        raise
+    except Exception as exc:  # torch and pickle document no error types; this is their border
+        found = re.search(r"GLOBAL (\S+)", str(exc))
+        more = f"; it holds a {found[1]}" if found else ""
+        raise CheckpointError(
+            f"{path}: no mapping of names to tensors, which is all that is read of a pickle{more}; "
+            "save the network's state_dict() there, or as model.safetensors"
+        ) from exc
 
 
 def read_safetensors(path: Path) -> Weights:
