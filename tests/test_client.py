@@ -66,6 +66,8 @@ def test_tiles_asked_for_together_have_the_answers_of_each_alone(
             assert isinstance(answer, ModelResponse)
             assert same(answer, getattr(client, verb)(tile))
         assert isinstance(error, RequestError)
+        with pytest.raises(RequestError, match="each must be a ModelRequest"):
+            asyncio.run(client.answer_many_async([tiles[0].to_json()], asked_for))  # type: ignore[list-item]  # JSON, as the others take it
     with pytest.raises(SchedulerClosedError):
         asyncio.run(client.answer_many_async(tiles, asked_for))
 

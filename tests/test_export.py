@@ -388,6 +388,7 @@ NAMED = PAIR.with_(output_names=("a", "b", "c"), prediction_dim=3)
         (COLOURED, lambda e: None, "returns a NoneType; for"),
         (COLOURED, lambda e: e[:, 0], "returns (N,); for"),
         (COLOURED, lambda e: e.mean(0), "returns (5,); for"),
+        (COLOURED, lambda e: e[:, :0], "returns (N, 0); for"),
         (COLOURED, lambda e: e[:, :, None], "returns (N, 5, 1); for"),
         (COLOURED, lambda e: e[:, :, None], "tokens (N, T, D) with --pooling"),
         (PAIR, lambda e: e, "must return a pair, the prediction (N, K) first"),

@@ -132,6 +132,12 @@ def attend(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
     return functional.scaled_dot_product_attention(y, y, y, dropout_p=dropout_p)[:, 0, 0]
 
 
+def drop_path(x: torch.Tensor) -> torch.Tensor:
+    kept = torch.empty_like(x[:, :1])
+    kept.bernoulli_(0.9)
+    return x * kept
+
+
 @pytest.mark.parametrize(
     ("step", "training", "operation"),
     [
@@ -139,8 +145,9 @@ def attend(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
         (lambda x: functional.dropout(x, 0.5, training=True), False, "aten.dropout"),
         (lambda x: attend(x, 0.1), False, "aten.scaled_dot_product_attention"),
         (lambda x: x + torch.rand_like(x), False, "aten.rand_like"),
+        (drop_path, False, "aten.bernoulli_"),
     ],
-    ids=["batch norm", "dropout", "attention", "random"],
+    ids=["batch norm", "dropout", "attention", "random", "in place"],
 )
 def test_a_foreign_program_whose_results_differ_from_run_to_run_is_refused(
     tmp_path: Path, step: Callable[[torch.Tensor], object], training: bool, operation: str

@@ -600,7 +600,9 @@ def _complete(spec: ModelSpec, outputs: Sequence[torch.Tensor], *, rows: int) ->
     side = spec.tile.size_px
     shapes = {(rows, side, side), (rows, 1, side, side)} if spec.output_kind == "mask" else None
     if len(outputs) != len(expected_outputs(spec)) or not all(
-        tuple(output.shape) in shapes if shapes else output.ndim == 2 and len(output) == rows
+        tuple(output.shape) in shapes
+        if shapes
+        else output.ndim == 2 and len(output) == rows and output.shape[1]
         for output in outputs
     ):
         raise _wrong_form(spec, found)

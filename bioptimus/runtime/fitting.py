@@ -96,7 +96,7 @@ def refuse_training(path: Path, program: ExportedProgram) -> None:
     """
     for graph in program.graph_module.modules():
         for node in getattr(getattr(graph, "graph", None), "nodes", ()):
-            if node.users and _is_unsteady(node):
+            if _is_unsteady(node):
                 raise CheckpointError(
                     f"{path}: {node.target} in it makes the results of a tile differ from run to "
                     "run; call eval() on the network and export it again"

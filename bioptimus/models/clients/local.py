@@ -249,9 +249,12 @@ class InProcessClient:
             In order: the answer, or the error that the call for this tile alone would raise.
 
         Raises:
+            RequestError: One of them is no ``ModelRequest``; their JSON is not taken here.
             UsageError: The model cannot answer this mode.
             SchedulerClosedError: The client was closed before.
         """
+        if not all(isinstance(request, ModelRequest) for request in requests):
+            raise RequestError("requests: each must be a ModelRequest; from_json reads one")
         if self._dynamic:
             return await self._scheduler(mode).predict_all(requests)
         return [await asyncio.to_thread(self._outcome, request, mode) for request in requests]
