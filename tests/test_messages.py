@@ -144,7 +144,7 @@ def test_one_of_a_thing_is_not_called_several(
     assert not re.findall(r"(?<![\d.])(?<!of )1 (?:slides|tiles|runs|tasks|files|findings)\b", text)
     for words in (
         "1 slide: 1 new; 1 tile to",
-        "1 slide on ",
+        "1 slide\nloading lite0\n",
         "1 run: 1 ok; 1 tile\n",
         "1 file, 1 tile",
     ):
