@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=subprocess.DEVNULL,
+                        cwd=folder,  # some leave files where they run
                         text=True,
                     )
                 )

@@ -46,7 +46,7 @@ def test_every_line_printed_is_of_one_name(
     for words, lines, errors in (
         (["tiles", "slides", "--tissue", "none", "--tile-size-px", "64"], 2, 1),
         ([*run, "--dry-run"], 3, 1),
-        (run, 2, 6),
+        (run, 2, 7),
         (["report", "out"], 2, 0),
         (["verify", "out", "--slides", "slides"], 0, 1),
         (["convert", "out/tiny", "--to", "clam", "--out", "clam"], 6, 0),
@@ -202,7 +202,7 @@ def test_such_a_name_is_our_error_in_python_too(tmp_path: Path) -> None:
     for name in (f"{LONG}.tif", "a\0b.tif"):
         calls: list[Callable[[Path], object]] = [Slide.open, open_result, embed_slide]
         for call in calls:
-            with pytest.raises(BioptimusError, match=r"too long|NUL|no such file"):
+            with pytest.raises(BioptimusError, match=r"too long|no such file|no file can have"):
                 call(Path(name))
         with pytest.raises(UsageError, match="no such mask"):
             require_tissue_file(name)
