@@ -1,18 +1,26 @@
 """Containers: one host name, process number and user everywhere, and much that is missing."""
 
 import datetime
+import os
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from bioptimus.batch import report
-from bioptimus.batch.report import RunFile
+from bioptimus.batch.claims import claim_path
+from bioptimus.batch.quiet import SilentListener, Stop
+from bioptimus.batch.report import RunFile, is_left_to_another_job
+from bioptimus.batch.run import RunConfig, run
+from bioptimus.pipeline import SlideJob
 from tests.conftest import ROOT
+from tests.slides import tissue, write_pyramid
+from tests.test_batch_claims import foreign_claim
 
 # As a process of a container that does not tell which boot this is.
 NUMBER_ONE = """
@@ -87,3 +95,40 @@ def test_runs_that_start_at_once_in_containers_of_one_name_have_a_report_each(
             tmp_path, command=(), model="m", parameters={}, inputs={}, skipped=(), versions={}
         ).close()
     assert len(list((tmp_path / "runs").glob("*.json"))) == 2
+
+
+class _Watching(SilentListener):
+    """Leaves another machine's claim on a slide at its turn; acts once the run waits for it."""
+
+    def __init__(self, act: Callable[[Path], object], *, heartbeat_s: float) -> None:
+        self.act, self.heartbeat_s = act, heartbeat_s
+        self.waited = 0
+
+    def slide_started(self, job: SlideJob) -> None:
+        job.output.parent.mkdir(parents=True, exist_ok=True)
+        foreign_claim(job.output, heartbeat_s=self.heartbeat_s)
+
+    def note(self, job: SlideJob, message: str) -> None:
+        self.waited += "sign of life" in message
+        self.act(claim_path(job.output))
+
+
+@pytest.mark.parametrize("event", ["dies", "lives", "gives it free", "is waited for in vain"])
+def test_slide_of_another_job_is_left_to_it_only_if_that_one_is_alive(
+    model: Path, tmp_path: Path, event: str
+) -> None:
+    slide = write_pyramid(tmp_path / "a.tif", tissue(256, 256), mpp=0.5, factors=(1,))
+    stop = Stop()
+    acts: dict[str, Callable[[Path], object]] = {
+        "dies": lambda _: None,  # as where its container is started again at once
+        "lives": os.utime,
+        "gives it free": Path.unlink,
+        "is waited for in vain": lambda _: setattr(stop, "stopped", True),
+    }
+    watching = _Watching(acts[event], heartbeat_s=0.2 if event == "dies" else 30.0)
+    config = RunConfig(inputs=(str(slide),), out=tmp_path / "out", model=str(model))
+    (outcome,) = run(config, listener=watching, stop=stop).reports
+    assert watching.waited == 1
+    left = event in ("lives", "is waited for in vain")
+    assert (outcome.state == "skipped") == left
+    assert is_left_to_another_job(outcome.state, outcome.output) == left

@@ -190,6 +190,36 @@ def read_holder(output: Path) -> Holder | None:
     return None if seen is None else seen.holder
 
 
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """What shows from outside that somebody holds a claim.
+
+    Attributes:
+        token: The claim's.
+        mtime_ns: When it was renewed, by the clock of the file system.
+        runs_here: Whether its holder is seen to run on this machine.
+    """
+
+    token: str
+    mtime_ns: int
+    runs_here: bool
+
+
+def last_beat(output: Path) -> Beat | None:
+    """Look at the claim of a result; None if there is none, or it cannot be read.
+
+    A holder that cannot be seen from here is alive if another beat follows.
+    """
+    try:
+        seen = _look(claim_path(output))
+    except OSError:
+        return None
+    if seen is None:
+        return None
+    runs_here = seen.holder is not None and _is_here(seen.holder) and not _is_dead(seen.holder)
+    return Beat(token=seen.token, mtime_ns=seen.mtime_ns, runs_here=runs_here)
+
+
 # Files.
 
 
@@ -333,9 +363,14 @@ def _machine() -> str:
     return ""
 
 
+def _is_here(holder: Holder) -> bool:
+    """Whether the holder's number is one of the processes that this one sees."""
+    return bool(holder.machine) and holder.machine == _machine()
+
+
 def _is_dead(holder: Holder) -> bool:
     """Whether the holder ran here and is gone; False when that cannot be known."""
-    if not holder.machine or holder.machine != _machine():
+    if not _is_here(holder):
         return False
     ticks = _start_ticks(holder.pid)
     if ticks is not None:

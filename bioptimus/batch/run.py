@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from bioptimus.batch.claims import Claim
+from bioptimus.batch.claims import Beat, Claim, last_beat
 from bioptimus.batch.inputs import SlideInput, find_inputs, model_folder, output_path
 from bioptimus.batch.neighbours import first_result, made_otherwise
 from bioptimus.batch.places import refuse_unwritable
@@ -74,6 +74,7 @@ log = logging.getLogger(__name__)
 
 # How long the main thread waits for a worker before it looks for signals again.
 _WAIT_SECONDS = 0.2
+_HELD = "another job is at work on it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -626,6 +627,8 @@ class _Workers:
     # Claims of slides that are being copied ahead of their turn.
     _ahead: dict[int, Claim] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    # Slides that another job held when their turn came, with the beat of its claim.
+    _held: dict[int, Beat | None] = field(default_factory=dict)
     # Slides whose start was told.
     _begun: set[int] = field(default_factory=set)
     _reports: dict[int, SlideReport] = field(default_factory=dict)
@@ -680,6 +683,9 @@ class _Workers:
             self.stager.plan(self.work.slides, ahead=count, take=self._take_ahead)
         try:
             self._run(count, self._process_one)
+            if self._held:
+                self._next = min(self._held)
+                self._run(min(count, len(self._held)), self._process_held)
         finally:
             self._give_back()
         return self.reports()
@@ -705,7 +711,8 @@ class _Workers:
         """Account for the slides that no thread came to."""
         for index in self._indexes_left():
             job = self.work.jobs[index]
-            self._end(index, job, self._left(job, "stopped", "not started"))
+            held = self._held_elsewhere(job) if index in self._held else None
+            self._end(index, job, held or self._left(job, "stopped", "not started"))
 
     @property
     def stopped(self) -> bool:
@@ -728,9 +735,6 @@ class _Workers:
                 report = one(index)
                 if report is not None:
                     self._end(index, job, report)
-                    continue
-                with self._lock:
-                    self._next = len(self.work.jobs)  # the others end, too
             except Exception as exc:  # noqa: BLE001
                 # The report cannot be written, or nobody hears us any more: slides would go
                 # unaccounted for. An error left to the thread would end it and be no one's.
@@ -748,7 +752,14 @@ class _Workers:
             self.listener.slide_ended(job, report)
 
     def _settle_one(self, index: int) -> SlideReport | None:
-        """What became of a slide; None where it takes the model."""
+        """What became of a slide; None where it takes the model, and the others end."""
+        report = self._settled_one(index)
+        if report is None:
+            with self._lock:
+                self._next = len(self.work.jobs)
+        return report
+
+    def _settled_one(self, index: int) -> SlideReport | None:
         slide, job = self.work.slides[index], self.work.jobs[index]
         if not _may_be_done(job):
             return None
@@ -765,7 +776,37 @@ class _Workers:
             self.listener.slide_started(self.work.jobs[index])
 
     def _process_one(self, index: int) -> SlideReport | None:
-        return self._one(index, self._claimed)
+        """What became of a slide; None where another job holds it, for now."""
+        beat = last_beat(self.work.jobs[index].output)
+        report = self._one(index, self._claimed)
+        if report is None or report.reason != _HELD:
+            return report
+        self._held[index] = beat
+        return None
+
+    def _process_held(self, index: int) -> SlideReport | None:
+        """What became of a slide that another job held when its turn came.
+
+        That job may be dead, as where its container is started again at once, and nobody else would
+        come to the slide: its claim is watched until it is given free, or gives a sign of life, or
+        is stale. One such sign since the slide's turn will do: of a long run's end, it is there.
+        """
+        job = self.work.jobs[index]
+        waiting = False
+        while not self.stopped:
+            report = self._one(index, self._claimed)
+            if report is None or report.reason != _HELD:
+                return report
+            now = last_beat(job.output)
+            before = self._held[index]
+            if now is not None and (now.runs_here or (before is not None and now != before)):
+                return report
+            self._held[index] = before or now
+            if not waiting:
+                waiting = True
+                self.listener.note(job, "waiting for a sign of life of the job that holds it")
+            time.sleep(_WAIT_SECONDS)
+        return None  # told with those that are left
 
     def _one(self, index: int, do: "_Do") -> SlideReport | None:
         slide, job = self.work.slides[index], self.work.jobs[index]
@@ -774,7 +815,7 @@ class _Workers:
             claim = self._claim(index)
             if claim is None:
                 self._drop(slide)
-                return self._left(job, "skipped", "another job is at work on it")
+                return self._held_elsewhere(job)
             with claim:
                 if self.failed[index]:
                     self._drop(slide)
@@ -828,6 +869,9 @@ class _Workers:
             left, self._ahead = self._ahead, {}
         for claim in left.values():
             claim.release()
+
+    def _held_elsewhere(self, job: SlideJob) -> SlideReport:
+        return self._left(job, "skipped", _HELD)
 
     def _left(
         self, job: SlideJob, state: SlideState, reason: str, *, error: Exception | None = None
