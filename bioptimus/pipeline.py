@@ -661,6 +661,9 @@ def _file_plan(
             "reader": slide.reader,
             "model_name": client.model.model_name,
             "model_sha256": client.model.checkpoint_sha256,
+            # These two change what rounding makes of the rows, not what they are made from.
+            "hardware": client.model.hardware,
+            "compiled": client.model.is_compiled,
             # Names stand in their own datasets: an HDF5 attribute holds at most 64 KiB.
             "model_spec": spec.with_(output_names=(), input_genes=()).to_dict(),
             "mode": str(options.mode),

@@ -64,6 +64,7 @@ class StandIn:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        patch.setattr(torch.cuda, "get_device_name", lambda _: "a stand-in")
         patch.setattr(torch, "empty", self._empty)
         patch.setattr(torch, "ones", self._ones)
         patch.setattr(torch.Tensor, "to", lambda *a, **k: self._to(*a, **k))

@@ -98,6 +98,8 @@ def test_file_holds_what_its_contract_says(embedded: Path) -> None:
         assert file.attrs["state"] == "ok"
         assert file.attrs["mpp_x"] == pytest.approx(0.499)
         assert "openslide" in file.attrs["mpp_source"]
+        assert file.attrs["hardware"].startswith("cpu ")
+        assert not file.attrs["compiled"]
         assert coords.attrs["patch_size"] == 224
         assert coords.attrs["patch_size_level0"] == 224
         assert coords.attrs["level0_magnification"] == pytest.approx(10 / 0.499)

@@ -69,6 +69,7 @@ def test_many_threads_get_results_that_have_arrived(gpu: StandIn) -> None:
     for seed, embedding in enumerate(found):
         np.testing.assert_allclose(embedding, mean_colour(seed), rtol=1e-5)
     assert 1 <= len(gpu.streams) <= 4
+    assert model.hardware == "a stand-in"
 
 
 def test_float_tiles_are_normalised_there_as_on_a_cpu(gpu: StandIn) -> None:

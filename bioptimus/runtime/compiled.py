@@ -48,6 +48,8 @@ class CompiledRunner(CheckedRunner):
         CheckpointError: The program cannot be loaded or has other inputs or outputs.
     """
 
+    is_compiled = True
+
     def __init__(
         self,
         info: ArchiveInfo,

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from bioptimus.errors import (
     CheckpointError,
@@ -91,6 +91,8 @@ class CheckedRunner:
         slots: Passes that may be under way at once.
         adapt: Brings the outputs into the order and shapes of the model's specification.
     """
+
+    is_compiled: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -239,6 +239,21 @@ class BaseServerModel:
         """Where the model computes, such as ``cpu`` or ``cuda:0``."""
         return self._runner.device
 
+    @cached_property
+    def hardware(self) -> str:
+        """What computes: the GPU's name, or ``cpu`` with the instructions that torch uses."""
+        if self._device.type == "cuda":
+            return torch.cuda.get_device_name(self._device)
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiled program answers: its results are the portable file's up to rounding.
+
+        In half precision that may be some percent of a value.
+        """
+        return isinstance(self._runner, CheckedRunner) and self._runner.is_compiled
+
     @property
     def max_batch(self) -> int | None:
         """Most tiles of one pass; longer batches are run in parts. None: no limit known."""
