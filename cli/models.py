@@ -1,6 +1,7 @@
 """``bioptimus models``: which models there are, what is in a file, export, compile."""
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -309,7 +310,7 @@ def _describe(model: str, sha256: str | None) -> dict[str, Any]:
         if sha256 is not None:
             raise UsageError(f"--sha256 pins a file; {model} is a name, give its .pt2")
         return {"known by name": True, "spec": SPECS[model].to_dict()}
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if not path.exists() and "/" not in model and not model.endswith(".pt2"):
         raise UsageError(f"{model}: no such model or file; known are {', '.join(SPECS)}")
     info = inspect_archive(path)

@@ -35,7 +35,7 @@ from bioptimus.models.types import ModelSpec
 from bioptimus.pipeline import SlideOptions
 from bioptimus.planning import PlanOptions, plan_slide
 from bioptimus.runtime import build_server_model
-from bioptimus.runtime.runners import available_cores
+from bioptimus.runtime.machine import available_cores
 from bioptimus.tiles import TileSpec, plan_tiles
 from bioptimus.tissue import TissueOptions
 from bioptimus.view.page import PictureOptions

@@ -1,14 +1,18 @@
 """Containers: one host name, process number and user everywhere, and much that is missing."""
 
 import datetime
+import errno
 import os
 import platform
+import pwd
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +21,10 @@ from bioptimus.batch.claims import claim_path
 from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import RunFile, is_left_to_another_job
 from bioptimus.batch.run import RunConfig, run
+from bioptimus.errors import CheckpointError, NoCheckpointError
 from bioptimus.pipeline import SlideJob
+from bioptimus.runtime import cache, machine
+from bioptimus.runtime.loader import resolve_model
 from tests.conftest import ROOT
 from tests.slides import tissue, write_pyramid
 from tests.test_batch_claims import foreign_claim
@@ -95,6 +102,70 @@ def test_runs_that_start_at_once_in_containers_of_one_name_have_a_report_each(
             tmp_path, command=(), model="m", parameters={}, inputs={}, skipped=(), versions={}
         ).close()
     assert len(list((tmp_path / "runs").glob("*.json"))) == 2
+
+
+def group(root: Path, place: str, **files: str) -> None:
+    folder = root / "sys/fs/cgroup" / place
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("cpu_", "cpu.")).write_text(text)
+
+
+def test_threads_are_for_the_time_that_control_groups_grant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert machine._core_quota(tmp_path) == 64
+    own = tmp_path / "proc/self/cgroup"
+    own.parent.mkdir(parents=True)
+    own.write_text("0::/\n")  # as in a container
+    group(tmp_path, "", cpu_max="max 100000\n")
+    assert machine._core_quota(tmp_path) == 64
+    group(tmp_path, "", cpu_max="150000 100000\n")
+    assert machine._core_quota(tmp_path) == 1.5
+    group(tmp_path, "", cpu_max="max 100000\n")
+    own.write_text("0::/slurm/job_7/step_0\n")  # the group above has the limit
+    group(tmp_path, "slurm/job_7", cpu_max="400000 100000\n")
+    assert machine._core_quota(tmp_path) == 4
+    own.write_text("0::/\n3:cpuset:/\n2:cpu,cpuacct:/docker/ab12\n")  # version 1, under its name
+    group(tmp_path, "cpu", cpu_cfs_quota_us="-1\n", cpu_cfs_period_us="100000\n")
+    assert machine._core_quota(tmp_path) == 64
+    group(tmp_path, "cpu", cpu_cfs_quota_us="250000\n", cpu_cfs_period_us="100000\n")
+    assert machine._core_quota(tmp_path) == 2.5
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(0.2, 1), (2.5, 3), (64.0, 8)])
+def test_a_part_of_a_core_counts_as_one(
+    monkeypatch: pytest.MonkeyPatch, quota: float, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(machine, "_core_quota", lambda _: quota)
+    assert machine.available_cores() == cores
+
+
+def test_user_that_is_only_a_number_needs_no_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "BIOPTIMUS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert cache._wanted_root() == Path("/.cache/bioptimus")
+    monkeypatch.chdir(tmp_path)
+    for model in ("~/m.pt2", "~no-such-user/m.pt2"):
+        with pytest.raises(NoCheckpointError, match=r"~.*/m\.pt2: no such file"):
+            resolve_model(model, None)
+
+
+def test_container_without_a_folder_to_write_tells_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BIOPTIMUS_CACHE", str(tmp_path / "file" / "cache"))
+    # As tempfile does where all that it knows is read-only.
+    none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+    monkeypatch.setattr(tempfile, "gettempdir", Mock(side_effect=none))
+    with pytest.raises(CheckpointError, match=r"No usable .*; set BIOPTIMUS_CACHE"):
+        cache.cache_folder("models")
 
 
 class _Watching(SilentListener):

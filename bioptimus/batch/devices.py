@@ -30,7 +30,7 @@ from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
 from bioptimus.batch.threads import MAX_WORKERS
 from bioptimus.errors import BioptimusError
 from bioptimus.pipeline import SlideJob, SlideReport, StopSignal
-from bioptimus.runtime.runners import available_cores
+from bioptimus.runtime.machine import available_cores
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bioptimus.runtime.runners import available_cores
+from bioptimus.runtime.machine import available_cores
 
 # A slide that opens, finds its tissue or ends leaves the model to another one meanwhile.
 _MIN_WORKERS = 2

@@ -22,14 +22,14 @@ def processor() -> Iterator[Finding]:
     """Cores, memory, and whether the processor has what models want."""
     import torch
 
+    from bioptimus.runtime.machine import available_cores
+
     features = torch.backends.cpu.get_cpu_capability()
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     yield ok(
         "processor",
-        f"{cores} cores usable, {features}, {pages / 2**30:.0f} GiB of memory, "
+        f"{available_cores()} cores usable, {features}, {pages / 2**30:.0f} GiB of memory, "
         + ("a C++ compiler for `models compile`" if compiler else "no C++ compiler (not needed)"),
     )
     if features == "DEFAULT" and platform.machine() == "x86_64":

@@ -53,9 +53,9 @@ def cache_folder(kind: str) -> Path:
         reason = "not writable"
     except OSError as exc:
         reason = exc.strerror or str(exc)
-    own = Path(tempfile.gettempdir()) / f"bioptimus-{os.getuid()}"
-    _tell_of_another(wanted.parent, own, reason)
     try:
+        own = Path(tempfile.gettempdir()) / f"bioptimus-{os.getuid()}"
+        _tell_of_another(wanted.parent, own, reason)
         own.mkdir(mode=0o700, exist_ok=True)
         status = own.lstat()
         # What lies here is loaded as code: nobody else may be able to put it there.
@@ -76,11 +76,14 @@ def _tell_of_another(wanted: Path, own: Path, reason: str) -> None:
 
 def _wanted_root() -> Path:
     if chosen := os.environ.get("BIOPTIMUS_CACHE"):
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     base = os.environ.get("XDG_CACHE_HOME")
     # The XDG rules say that a relative path there is to be ignored.
-    folder = Path(base) if base and os.path.isabs(base) else Path("~/.cache").expanduser()
-    return folder / "bioptimus"
+    if base and os.path.isabs(base):
+        return Path(base) / "bioptimus"
+    home = os.path.expanduser("~")
+    # Not told for the user of a container that is only a number: what Docker takes then.
+    return Path("/" if home == "~" else home) / ".cache" / "bioptimus"
 
 
 def beside(path: Path) -> Path:

@@ -25,7 +25,8 @@ import torch
 from bioptimus.errors import CheckpointError
 from bioptimus.runtime.archive import ArchiveInfo, Signature, file_sha256
 from bioptimus.runtime.cache import beside, cache_folder, hold, prune
-from bioptimus.runtime.runners import CheckedRunner, available_cores, first_line
+from bioptimus.runtime.machine import available_cores
+from bioptimus.runtime.runners import CheckedRunner, first_line
 
 log = logging.getLogger(__name__)
 

@@ -308,7 +308,7 @@ def _expected(name: str, assets_root: str | Path | None) -> Path:
 
 
 def _find(path: Path, assets_root: str | Path | None) -> Path:
-    path = path.expanduser()
+    path = Path(os.path.expanduser(path))  # the method raises where no home is known
     if path.is_absolute() or os.path.exists(path):
         return path
     inside = Path(assets_root or MODEL_ROOT) / path

@@ -1,8 +1,10 @@
 """What this machine can run: processor, memory, and whether a compiled file fits it."""
 
+import math
 import os
 import platform
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from bioptimus.errors import CheckpointError
@@ -17,6 +19,48 @@ def processor_features() -> frozenset[str]:
         return frozenset()
     found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
     return frozenset(found.group(1).upper().split()) if found else frozenset()
+
+
+def available_cores() -> int:
+    """Cores that this process may use: of all, those it is bound to, within its group's quota."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, min(cores, math.ceil(_core_quota(Path("/")))))
+
+
+def _core_quota(root: Path) -> float:
+    """How many cores' worth of time control groups grant; as many as there are where none does."""
+    quotas = [float(os.cpu_count() or 1)]
+    for group in _cpu_groups(root):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            try:
+                texts = [(group / name).read_text(encoding="ascii") for name in names]
+                quota, period = map(int, " ".join(texts).split())
+            except (OSError, ValueError):  # another kind of group, or "max": no quota
+                continue
+            if quota > 0:
+                quotas.append(quota / period)
+    return min(quotas)
+
+
+def _cpu_groups(root: Path) -> Iterator[Path]:
+    """This process's control groups that may limit its time, of both versions, and those above."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    top = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = top / "cpu" if controllers else top
+        # In a container the name may be the host's, where none but the base is to be seen.
+        group = base / place.lstrip("/")
+        while group != base:
+            yield group
+            group = group.parent
+        yield base
 
 
 def free_memory(device: str) -> int:

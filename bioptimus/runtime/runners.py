@@ -16,7 +16,6 @@ A runner is shared by every thread of the process. What it promises, and why:
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from bioptimus.errors import (
 from bioptimus.models.types import ModelSpec
 from bioptimus.runtime.archive import ArchiveInfo, Signature, inspect_archive
 from bioptimus.runtime.fitting import adapter, check_fit, fit_spec, refuse_training, signature_of
-from bioptimus.runtime.machine import check_machine
+from bioptimus.runtime.machine import available_cores, check_machine
 
 if TYPE_CHECKING:
     import torch
@@ -362,13 +361,6 @@ def default_slots(device: str) -> int:
     if device != "cpu":
         return GPU_SLOTS
     return max(1, available_cores() // torch.get_num_threads())
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def open_runner(path: Path, *, device: str, spec: ModelSpec) -> Runner:
