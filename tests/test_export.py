@@ -485,6 +485,19 @@ def test_only_masks_of_two_values_are_compared_by_their_pixels() -> None:
     assert agreement([rows], [flipped.flatten(1)]).length_error == math.inf
 
 
+class InDouble(Flat):
+    """Casts its images, as if its weights stayed in float64."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images.double())
+
+
+def test_a_network_that_runs_in_one_dtype_alone_is_told_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^m.pt2: not written: in fp32 the forward .* dtype"):
+        export_module(InDouble(), COLOURED, tmp_path / "m.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_mask_may_come_with_an_axis_of_its_one_channel(tmp_path: Path) -> None:
     report = export_module(
         nn.Conv2d(3, 1, 3, padding=1), COLOURED.with_(output_kind="mask"), tmp_path / "m.pt2"

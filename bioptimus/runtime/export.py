@@ -19,7 +19,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.torch_version import TorchVersion
 
-from bioptimus.errors import CheckpointError, release_frames
+from bioptimus.errors import CheckpointError, _ForwardError, release_frames
 from bioptimus.inference.disk import remove_abandoned, temporary_beside
 from bioptimus.models.types import ModelSpec
 from bioptimus.runtime.archive import DESCRIPTION, TensorSpec
@@ -438,7 +438,13 @@ def _export(
         program = trace(tile_model(network, spec).to(device), spec, device=device)
     _write(program, spec, candidate)
     runner = open_runner(candidate, device=device, spec=spec)
-    found = [agreement(w, runner(*batch)) for w, batch in zip(wanted, batches, strict=True)]
+    try:
+        found = [agreement(w, runner(*batch)) for w, batch in zip(wanted, batches, strict=True)]
+    except _ForwardError as exc:
+        raise CheckpointError(
+            f"{path.name}: not written: in {spec.precision} {exc}; does the network convert its "
+            "images to another dtype than that of its weights?"
+        ) from exc
     worst = reduce(Agreement.worst_of, found)
     if not worst.within(spec.precision):
         raise CheckpointError(f"{path.name}: not written: {_difference(worst, spec)}")
