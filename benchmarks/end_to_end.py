@@ -42,7 +42,7 @@ from bioptimus.runtime.batch_size import usual_batch_size
 from bioptimus.runtime.builtin import weights_path
 from bioptimus.runtime.lite0 import lite0_from_weights
 from bioptimus.runtime.loader import build_server_model
-from bioptimus.runtime.runners import available_cores
+from bioptimus.runtime.machine import available_cores
 
 SMALL_SLIDES = 40
 _READER, _MODEL = "reader alone (open and tissue included)", "model alone"

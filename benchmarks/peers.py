@@ -28,7 +28,7 @@ from benchmarks.end_to_end import Silent, small_slides
 from benchmarks.near_free import near_free_checkpoint
 from bioptimus.batch.run import RunConfig, run
 from bioptimus.batch.threads import plan_threads
-from bioptimus.runtime.runners import available_cores
+from bioptimus.runtime.machine import available_cores
 
 TOOLS = Path(__file__).with_name("peer_tools")
 # Processes that read tiles: each tool's own default, and one for each core where that is another.

@@ -21,6 +21,7 @@ from bioptimus.inference import checking
 from bioptimus.inference.checking import Checked, Facts
 from bioptimus.inference.layout import PART_SUFFIX, differences, to_json
 from bioptimus.kinds import checks_kinds
+from bioptimus.runtime.machine import available_cores
 
 CLAIM_SUFFIX = ".claim"
 
@@ -28,6 +29,10 @@ CLAIM_SUFFIX = ".claim"
 _SMALL_BYTES = 50_000_000
 # Structure is read in milliseconds, unless the library goes in circles; rows have time besides.
 _LONGEST_CPU_S = 60.0
+# To start a process takes as long as it takes one to check some twenty small files.
+_FILES_PER_PROCESS = 20
+# More find the disk busy.
+_MOST_PROCESSES = 16
 _DAMAGED = "it is damaged: move it away and make it again"
 
 
@@ -75,7 +80,8 @@ def verify(
 ) -> Verification:
     """Check every result below a folder.
 
-    Files are read in a process of its own, since some damage ends a process that reads it.
+    Files are read in processes of their own, since some damage ends a process that reads it, and
+    several at a time where there are many.
 
     Args:
         out: Output folder of a run, the folder of one model in it, or one result file.
@@ -95,30 +101,30 @@ def verify(
     why_unfinished = _Unfinished()
     findings: list[Finding] = []
     found: dict[Path, Facts] = {}
-    files = 0
     stop = stop or StopFlag()
-    with _Checker(stop, whole_up_to_bytes=math.inf if deep else _SMALL_BYTES) as check:
-        for path in _paths(out, stop):
-            problems: Sequence[str] = ()
-            # First, as a slide may be called a.h5.part.svs.
-            if path.suffix == ".h5":
-                files += 1
-                checked = check(path)
-                problems = checked.problems
-                if checked.facts is not None:
-                    found[path] = checked.facts
-            elif path.name.endswith(".h5" + PART_SUFFIX):
-                problems = [why_unfinished(path)]
-            elif leftover := _leftover(path):
-                problems = [leftover]
-            findings += [Finding(path=path, problem=problem) for problem in problems]
+    paths = _paths(out, stop)
+    # First, as a slide may be called a.h5.part.svs.
+    results = [path for path in paths if path.suffix == ".h5"]
+    for path, checked in _checked(
+        results, stop, whole_up_to_bytes=math.inf if deep else _SMALL_BYTES
+    ):
+        findings += [Finding(path=path, problem=problem) for problem in checked.problems]
+        if checked.facts is not None:
+            found[path] = checked.facts
+    for path in paths:
+        if path.suffix == ".h5":
+            continue
+        if path.name.endswith(".h5" + PART_SUFFIX):
+            findings.append(Finding(path=path, problem=why_unfinished(path)))
+        elif leftover := _leftover(path):
+            findings.append(Finding(path=path, problem=leftover))
     if slides is not None:
         findings += _against(out, slides, found, {finding.path for finding in findings})
-    elif not files and not findings:
+    elif not results and not findings:
         raise OutputError(f"{out}: holds no result files (*.h5); is this an --out folder?")
     findings.sort(key=lambda finding: finding.path)
     return Verification(
-        files=files,
+        files=len(results),
         rows=sum(facts.rows for facts in found.values()),
         findings=tuple(findings),
         notes=(*_mixed(found), *_repeated(found)),
@@ -143,6 +149,27 @@ def _end_if_told(stop: StopFlag) -> None:
         raise StoppedError("the check was stopped")
 
 
+def _checked(
+    results: Sequence[Path], stop: StopFlag, *, whole_up_to_bytes: float
+) -> Iterator[tuple[Path, Checked]]:
+    """Check files, several at a time; in their order."""
+    count = max(1, min(available_cores(), _MOST_PROCESSES, len(results) // _FILES_PER_PROCESS))
+    with contextlib.ExitStack() as stack:
+        checkers = [
+            stack.enter_context(_Checker(stop, whole_up_to_bytes=whole_up_to_bytes))
+            for _ in range(count)
+        ]
+        # Each has one file at a time, so that it is known which one ended it.
+        for path, checker in zip(results, checkers, strict=False):
+            checker.begin(path)
+        for number, path in enumerate(results):
+            checker = checkers[number % count]
+            checked = checker.result()
+            if number + count < len(results):
+                checker.begin(results[number + count])
+            yield path, checked
+
+
 class _Checker:
     """Checks result files in a process of its own; where a file ends that, the next starts another.
 
@@ -153,6 +180,7 @@ class _Checker:
         self._stop = stop
         self._whole_up_to_bytes = whole_up_to_bytes
         self._child: subprocess.Popen[str] | None = None
+        self._is_ready = False
 
     def __enter__(self) -> "_Checker":
         return self
@@ -162,33 +190,39 @@ class _Checker:
             self._child.kill()
             self._end()
 
-    def __call__(self, path: Path) -> Checked:
-        """Check a file.
+    def begin(self, path: Path) -> None:
+        """Have a file checked; :meth:`result` is to follow."""
+        if self._child is None:
+            self._start()
+        assert self._child is not None
+        assert self._child.stdin is not None
+        # Where it has ended, its answer tells.
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(json.dumps(str(path)) + "\n")
+            self._child.stdin.flush()
+
+    def result(self) -> Checked:
+        """Wait for what the check of the file gives.
 
         Raises:
             StoppedError: The stop flag is set.
             OutputError: No process can be started.
         """
-        if self._child is None:
-            self._start()
-        answer = self._ask(json.dumps(str(path)) + "\n")
+        if not self._is_ready and self._answer() != checking.READY:
+            raise OutputError(f"the process that reads files ended with exit code {self._end()}")
+        self._is_ready = True
+        answer = self._answer()
         if not answer:
             return Checked(problems=(_words_for(self._end()),))
         told = json.loads(answer)
         facts = told["facts"]
         return Checked(problems=tuple(told["problems"]), facts=facts and Facts(**facts))
 
-    def _ask(self, line: str) -> str:
-        """What the process says to a line; nothing where it has ended."""
+    def _answer(self) -> str:
+        """The next line from the process; nothing where it has ended."""
         assert self._child is not None
-        assert self._child.stdin is not None
         assert self._child.stdout is not None
-        try:
-            self._child.stdin.write(line)
-            self._child.stdin.flush()
-            answer = self._child.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
+        answer = self._child.stdout.readline()
         _end_if_told(self._stop)
         return answer
 
@@ -208,13 +242,11 @@ class _Checker:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if self._ask("") != checking.READY:
-            raise OutputError(f"the process that reads files ended with exit code {self._end()}")
 
     def _end(self) -> int:
         """Wait for the process, and let go of it; its exit code."""
         assert self._child is not None
-        child, self._child = self._child, None
+        child, self._child, self._is_ready = self._child, None, False
         # What it did not take any more is in the way of closing its pipe.
         with contextlib.suppress(BrokenPipeError), child:
             pass

@@ -277,6 +277,34 @@ def test_all_files_are_read_by_one_process(out: Path, monkeypatch: pytest.Monkey
     assert len(started) == 3
 
 
+def test_many_files_are_read_by_several_processes_and_told_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bioptimus.verify._FILES_PER_PROCESS", 3)
+    monkeypatch.setattr("bioptimus.verify.available_cores", lambda: 4)
+    started = []
+    start = StopFlag.start_child
+
+    def counting(self: StopFlag, *words: Any, **options: Any) -> Any:
+        started.append(words)
+        return start(self, *words, **options)
+
+    monkeypatch.setattr(StopFlag, "start_child", counting)
+    for number in range(13):
+        if number % 4 == 1:
+            crashing(tmp_path / f"{number:02d}.h5")
+        else:
+            (tmp_path / f"{number:02d}.h5").write_bytes(b"no HDF5" * number)
+    found = verify(tmp_path)
+    assert (found.files, found.rows) == (13, 0)
+    assert [finding.path.name for finding in found.findings] == [f"{n:02d}.h5" for n in range(13)]
+    for number, finding in enumerate(found.findings):
+        # That of its own file, though others are read meanwhile.
+        assert ("crashes the HDF5 library" in finding.problem) == (number % 4 == 1)
+    # The second process ends at 1, 5 and 9, and one more takes none after that.
+    assert len(started) == 4 + 2
+
+
 def test_a_process_that_cannot_start_is_an_error(
     out: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
