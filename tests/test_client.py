@@ -291,6 +291,37 @@ def test_client_is_made_from_a_checkpoint(tmp_path: Path) -> None:
         assert json.loads(client.metadata())["checkpoint"] == "tiny.pt2"
 
 
+FORKED = """
+import multiprocessing, numpy, torch
+from bioptimus.inference.schemas import ModelRequest
+from bioptimus.models.clients.local import InProcessClient
+from bioptimus.runtime import build_server_model
+
+def ask(queue):
+    queue.put(len(client.embed_batch(tiles)))
+
+torch.set_num_threads(2)
+client = InProcessClient(build_server_model("lite0"))
+tiles = [ModelRequest.from_pixels(numpy.zeros((224, 224, 3), numpy.uint8)) for _ in range(4)]
+client.embed_batch(tiles)
+context = multiprocessing.get_context("fork")
+queue = context.Queue()
+child = context.Process(target=ask, args=(queue,))
+child.start()
+try:
+    print(queue.get(timeout=15))
+finally:
+    child.kill()
+"""
+
+
+def test_a_forked_process_may_ask_the_model_of_its_parent() -> None:
+    command = [sys.executable, "-c", FORKED]
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "4\n", done.stderr
+
+
 def test_importing_the_client_comes_before_torch_reads_its_environment() -> None:
     code = (
         "import os, sys, bioptimus.models.clients.local\n"

@@ -19,6 +19,7 @@ says ``finite = False``, and whoever stores the values must look.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -58,6 +59,10 @@ from bioptimus.runtime.runners import (
 logger = logging.getLogger(__name__)
 
 Float32 = npt.NDArray[np.float32]
+
+# OpenMP's threads are not there in a forked process, where a pass on several would wait for them
+# for ever if the thread that forked had made one. Workers of torch's DataLoader do the same.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 # As many slides as a run has under way unless told otherwise, each with RNA of its own:
 # transforming 19,000 genes for every tile anew took 18 µs a tile, looking them up takes 0.4.
