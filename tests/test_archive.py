@@ -86,6 +86,15 @@ def test_a_foreign_portable_file_has_no_description_but_a_signature(tmp_path: Pa
     assert (fixed.min_batch, fixed.max_batch) == (4, 4)
 
 
+def test_a_program_of_multiples_of_tiles_is_refused(tmp_path: Path) -> None:
+    path, example = tmp_path / "eights.pt2", torch.zeros((16, 8, 8, 3), dtype=torch.uint8)
+    shapes = ({0: 8 * torch.export.Dim("eights", min=1, max=4)},)
+    torch.export.save(torch.export.export(tiny(), (example,), dynamic_shapes=shapes), path)
+    # Its bounds were taken for those of the eights, and each pass failed.
+    with pytest.raises(CheckpointError, match=r"eights.pt2: takes only some numbers of tiles"):
+        inspect_archive(path)
+
+
 def test_a_file_tells_nothing_of_the_folders_it_was_made_in(portable: Path) -> None:
     here = str(Path(__file__).resolve().parent).encode()
     with zipfile.ZipFile(portable) as file:

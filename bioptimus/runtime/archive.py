@@ -360,7 +360,7 @@ def _read_portable(
 ) -> ArchiveInfo:
     content = _read_json(path, archive, inner[program])
     try:
-        signature, device = _portable_signature(content)
+        signature, device = _portable_signature(path, content)
         version = str(content["torch_version"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as exc:
         raise CheckpointError(f"{path}: program of an unknown form ({exc!r})") from exc
@@ -380,7 +380,7 @@ def _read_portable(
     )
 
 
-def _portable_signature(content: Mapping[str, Any]) -> tuple[Signature, str]:
+def _portable_signature(path: Path, content: Mapping[str, Any]) -> tuple[Signature, str]:
     """What the program takes and gives, and the kind of device that it was exported on."""
     module = content["graph_module"]
     values = module["graph"]["tensor_values"]
@@ -400,8 +400,13 @@ def _portable_signature(content: Mapping[str, Any]) -> tuple[Signature, str]:
     if "as_int" in batch:
         lower = upper = int(batch["as_int"])
     else:
-        symbol = re.findall(r"Symbol\('(\w+)'|^(\w+)$", batch["as_expr"]["expr_str"])[0]
-        bounds = content["range_constraints"].get(symbol[0] or symbol[1], {})
+        symbol = re.match(r"Symbol\('(\w+)'|(\w+)$", batch["as_expr"]["expr_str"])
+        if symbol is None:  # such as 8 times another dimension
+            raise CheckpointError(
+                f"{path}: takes only some numbers of tiles, such as multiples; export it with a "
+                "dimension of its own for them, from 1 on"
+            )
+        bounds = content["range_constraints"].get(symbol[1] or symbol[2], {})
         lower = max(1, int(bounds.get("min_val") or 1))
         upper = None if bounds.get("max_val") is None else int(bounds["max_val"])
     if not 1 <= lower <= (lower if upper is None else upper) or lower > _LARGEST_FIXED_BATCH:
