@@ -106,6 +106,17 @@ class StoppedError(BioptimusError):
     """The run was told to stop. What had been computed is on disk."""
 
 
+def in_our_words(error: BaseException) -> str | None:
+    """What to tell of an error of Python's own that people can mend; None of any other."""
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return (
+            "no further thread can be started: the user's limit of processes (ulimit -u), the "
+            "container's, or that of memory is reached; raise it, or pass fewer --workers and "
+            "--readers"
+        )
+    return None
+
+
 def release_frames(error: BaseException | None) -> None:
     """Let go of what an error's frames hold: the report of 100,000 slides keeps its errors."""
     while error is not None:

@@ -38,6 +38,7 @@ from bioptimus.errors import (
     TissueError,
     UsageError,
     _ForwardError,
+    in_our_words,
     release_frames,
 )
 from bioptimus.inference.layout import digest_of
@@ -333,7 +334,9 @@ def refused(job: SlideJob) -> SlideReport:
 
 
 def unexpected(slide: str, error: Exception) -> str:
-    """Log an error that nobody foresaw, with its traceback at debug level; what to tell of it."""
+    """What to tell of an error that is not ours; one that nobody foresaw is logged, too."""
+    if text := in_our_words(error):
+        return text
     text = f"unexpected {type(error).__name__}: {error_text(error)}"
     log.error("%s: %s", slide, text, exc_info=log.isEnabledFor(logging.DEBUG))
     return f"{text}; run again with --verbose and report what it prints"

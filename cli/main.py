@@ -12,7 +12,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from bioptimus.errors import BioptimusError, UsageError
+from bioptimus.errors import BioptimusError, UsageError, in_our_words
 from cli import convert, doctor, embed, info, models, predict, report, submit, tiles, verify, view
 from cli.progress import JsonLines, drop_unsaid, event_line, one_line
 
@@ -158,6 +158,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         _print_error(text, code, as_json=as_json)
     except Exception as exc:
+        if known := in_our_words(exc):
+            _print_error(known, EXIT_FAILED, as_json=as_json)
+            return EXIT_FAILED
         # Typer's own usage errors have a text of their own; anything else is a bug and keeps
         # its traceback.
         if not (hasattr(exc, "format_message") and hasattr(exc, "exit_code")):

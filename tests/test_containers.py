@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from bioptimus.errors import CheckpointError, NoCheckpointError
 from bioptimus.pipeline import SlideJob
 from bioptimus.runtime import cache, machine
 from bioptimus.runtime.loader import resolve_model
+from cli.main import main
 from tests.conftest import ROOT
 from tests.slides import tissue, write_pyramid
 from tests.test_batch_claims import foreign_claim
@@ -166,6 +168,49 @@ def test_container_without_a_folder_to_write_tells_what_to_set(
     monkeypatch.setattr(tempfile, "gettempdir", Mock(side_effect=none))
     with pytest.raises(CheckpointError, match=r"No usable .*; set BIOPTIMUS_CACHE"):
         cache.cache_folder("models")
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, *names: str, after: int = 0) -> None:
+    """As where the limit of processes is reached; root has none."""
+    start = threading.Thread.start
+    left = dict.fromkeys(names, after)
+
+    def start_or_not(thread: threading.Thread) -> None:
+        for name in names:
+            if thread.name.startswith(name):
+                left[name] -= 1
+                if left[name] < 0:
+                    raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+
+
+@pytest.mark.parametrize("name", ["claims", "prepare-", "forward-", "slides"])
+def test_thread_that_cannot_be_started_is_told_in_one_line(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    slide = write_pyramid(tmp_path / "a.tif", tissue(256, 256), mpp=0.5, factors=(1,))
+    words = ["embed", str(slide), "--model", str(model), "--tissue", "none"]
+    refuse_threads(monkeypatch, name)
+    assert main([*words, "--out", str(tmp_path / "out")]) == 1
+    told = capsys.readouterr().err
+    assert "no further thread can be started: the user's limit of processes (ulimit -u)" in told
+    assert "unexpected" not in told
+    assert not list((tmp_path / "out").rglob("*.claim"))
+
+
+def test_run_goes_on_with_the_threads_that_could_be_started(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slide = write_pyramid(tmp_path / "a.tif", tissue(2048, 2048), mpp=0.5, factors=(1, 4))
+    words = ["embed", str(slide), "--model", str(model), "--tissue", "none", "--batch-size", "1"]
+    refuse_threads(monkeypatch, "prepare-", "forward-", after=1)
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
 
 
 class _Watching(SilentListener):

@@ -122,7 +122,11 @@ class Claim:
                 "another --out"
             ) from exc
         claim = cls(path, holder)
-        _heart.add(claim)
+        try:
+            _heart.add(claim)
+        except RuntimeError:  # no thread can be started
+            claim.release()
+            raise
         return claim
 
     def release(self) -> None:
@@ -410,10 +414,11 @@ class _Heart:
 
     def add(self, claim: Claim) -> None:
         with self._changed:
-            self._claims.add(claim)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._beat, name="claims", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._beat, name="claims", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._claims.add(claim)
             self._changed.notify_all()  # the new claim may need a quicker beat
 
     def remove(self, claim: Claim) -> None:

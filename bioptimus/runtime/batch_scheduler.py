@@ -20,6 +20,7 @@ from bioptimus.errors import (
     RequestError,
     SchedulerClosedError,
     _ForwardError,
+    in_our_words,
 )
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.models.types import InferenceMode
@@ -226,9 +227,17 @@ class BatchScheduler:
         self._wait_s = max_wait_ms / 1000
         self._limit = batches_in_flight
         name = f"{model.model_name}-{self.mode.value}"
-        # Neither pool starts a thread before it has work.
         self._preparers = ThreadPoolExecutor(preprocess_workers, f"prepare-{name}")
         self._runners = ThreadPoolExecutor(batches_in_flight, f"forward-{name}")
+        # A thread of each before there is work: where none can be started, that is told here. Later
+        # it takes no more, since work is queued before a thread is started for it.
+        try:
+            for pool in (self._preparers, self._runners):
+                pool.submit(_nothing)
+        except RuntimeError:
+            self._preparers.shutdown(wait=False)
+            self._runners.shutdown(wait=False)
+            raise
         self._closing = threading.Lock()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -407,8 +416,9 @@ class BatchScheduler:
         if self._preparers_busy < self._preparer_count and len(self._unprepared) > enough:
             try:
                 self._preparers.submit(self._prepare_all)
-            except RuntimeError:  # shut down by another thread; _abandon is on its way
-                return
+            except RuntimeError as exc:
+                if not in_our_words(exc):  # shut down by another thread; _abandon is on its way
+                    return
             self._preparers_busy += 1
 
     def _prepare_all(self) -> None:
@@ -523,9 +533,10 @@ class BatchScheduler:
         self._in_flight += 1
         try:
             self._runners.submit(self._run, entries, self._max_batch_size)
-        except RuntimeError:  # shut down by another thread; _abandon is on its way
-            self._in_flight -= 1
-            _end(entries, SchedulerClosedError(_CLOSED))
+        except RuntimeError as exc:
+            if not in_our_words(exc):  # shut down by another thread; _abandon is on its way
+                self._in_flight -= 1
+                _end(entries, SchedulerClosedError(_CLOSED))
 
     def _run(self, entries: list[_Entry], capacity: int) -> None:
         """Run one batch; in a thread of the pool. Never raises: it ends in ``_ran``."""
@@ -604,6 +615,10 @@ class BatchScheduler:
         for entry in waiting:
             entry.stage = _Stage.GONE
         _end(waiting, SchedulerClosedError(_CLOSED))
+
+
+def _nothing() -> None:
+    """Work that is done at once."""
 
 
 _CLOSED = "the batch scheduler has been shut down"
