@@ -7,6 +7,7 @@ import sys
 
 def run() -> None:
     """Run the command line and end the process with its exit code."""
+    _have_names_in_utf8()
     _open_closed_streams()
     _hold_what_is_not_taken()
     try:
@@ -20,6 +21,18 @@ def run() -> None:
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def _have_names_in_utf8() -> None:
+    """Start again in Python's UTF-8 mode where the locale has names of files read otherwise.
+
+    In a Latin-1 locale a slide is called by another name than elsewhere, and its result tells that
+    name: on the next node, both would be strangers to each other.
+    """
+    if sys.getfilesystemencoding() != "utf-8":
+        words = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
+        # The variable is for the processes that this one starts.
+        os.execve(sys.executable, words, {**os.environ, "PYTHONUTF8": "1"})
 
 
 def _open_closed_streams() -> None:

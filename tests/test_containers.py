@@ -213,6 +213,18 @@ def test_run_goes_on_with_the_threads_that_could_be_started(
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="names are UTF-8 in every locale there")
+def test_slide_has_the_same_name_in_every_locale(tmp_path: Path) -> None:
+    slide = write_pyramid(tmp_path / "ä.tif", tissue(256, 256), mpp=0.5, factors=(1,))
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-m", "cli", "embed", str(slide), "--tissue", "none", "--dry-run"]
+    done = subprocess.run(
+        words, capture_output=True, check=False, cwd=ROOT, env={**os.environ, **locale}
+    )
+    assert "ä.tif: new, " in (done.stdout + done.stderr).decode()
+    assert done.returncode == 0
+
+
 class _Watching(SilentListener):
     """Leaves another machine's claim on a slide at its turn; acts once the run waits for it."""
 
