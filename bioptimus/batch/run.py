@@ -74,6 +74,8 @@ log = logging.getLogger(__name__)
 
 # How long the main thread waits for a worker before it looks for signals again.
 _WAIT_SECONDS = 0.2
+# How long between looks at a claim: each makes a file beside it, to tell its age.
+_LOOK_AGAIN_SECONDS = 2.0
 _HELD = "another job is at work on it"
 
 
@@ -789,7 +791,7 @@ class _Workers:
 
         That job may be dead, as where its container is started again at once, and nobody else would
         come to the slide: its claim is watched until it is given free, or gives a sign of life, or
-        is stale. One such sign since the slide's turn will do: of a long run's end, it is there.
+        is stale. One sign since the slide's turn will do, and at the end of a long run it is there.
         """
         job = self.work.jobs[index]
         waiting = False
@@ -805,7 +807,9 @@ class _Workers:
             if not waiting:
                 waiting = True
                 self.listener.note(job, "waiting for a sign of life of the job that holds it")
-            time.sleep(_WAIT_SECONDS)
+            until = time.monotonic() + _LOOK_AGAIN_SECONDS
+            while not self.stopped and time.monotonic() < until:
+                time.sleep(_WAIT_SECONDS)
         return None  # told with those that are left
 
     def _one(self, index: int, do: "_Do") -> SlideReport | None:
