@@ -29,7 +29,7 @@ from bioptimus.runtime.loader import resolve_model
 from cli.main import main
 from tests.conftest import ROOT
 from tests.slides import tissue, write_pyramid
-from tests.test_batch_claims import foreign_claim
+from tests.test_batch_claims import age, foreign_claim
 
 # As a process of a container that does not tell which boot this is.
 NUMBER_ONE = """
@@ -230,18 +230,21 @@ class _Watching(SilentListener):
 
     def __init__(self, act: Callable[[Path], object], *, heartbeat_s: float) -> None:
         self.act, self.heartbeat_s = act, heartbeat_s
-        self.waited = 0
+        self.waited, self.ahead_s = 0, 0.0
 
     def slide_started(self, job: SlideJob) -> None:
         job.output.parent.mkdir(parents=True, exist_ok=True)
-        foreign_claim(job.output, heartbeat_s=self.heartbeat_s)
+        age(foreign_claim(job.output, heartbeat_s=self.heartbeat_s), -self.ahead_s)
 
     def note(self, job: SlideJob, message: str) -> None:
         self.waited += "sign of life" in message
         self.act(claim_path(job.output))
 
 
-@pytest.mark.parametrize("event", ["dies", "lives", "gives it free", "is waited for in vain"])
+@pytest.mark.parametrize(
+    "event",
+    ["dies", "died before the clock went back", "lives", "gives it free", "is waited for in vain"],
+)
 def test_slide_of_another_job_is_left_to_it_only_if_that_one_is_alive(
     model: Path, tmp_path: Path, event: str
 ) -> None:
@@ -249,11 +252,13 @@ def test_slide_of_another_job_is_left_to_it_only_if_that_one_is_alive(
     stop = Stop()
     acts: dict[str, Callable[[Path], object]] = {
         "dies": lambda _: None,  # as where its container is started again at once
+        "died before the clock went back": lambda _: None,
         "lives": os.utime,
         "gives it free": Path.unlink,
         "is waited for in vain": lambda _: setattr(stop, "stopped", True),
     }
-    watching = _Watching(acts[event], heartbeat_s=0.2 if event == "dies" else 30.0)
+    watching = _Watching(acts[event], heartbeat_s=0.2 if "die" in event else 30.0)
+    watching.ahead_s = 1e6 if "clock" in event else 0
     config = RunConfig(inputs=(str(slide),), out=tmp_path / "out", model=str(model))
     (outcome,) = run(config, listener=watching, stop=stop).reports
     assert watching.waited == 1

@@ -88,7 +88,9 @@ class Claim:
         self._released = False
 
     @classmethod
-    def take(cls, output: Path, *, heartbeat_s: float = HEARTBEAT_S) -> Self | None:
+    def take(
+        cls, output: Path, *, heartbeat_s: float = HEARTBEAT_S, dead: "Beat | None" = None
+    ) -> Self | None:
         """Claim a result file, creating its folder if need be.
 
         Look for the finished result *after* taking the claim: another process may have finished
@@ -97,6 +99,8 @@ class Claim:
         Args:
             output: Final path of the result, ``….h5``.
             heartbeat_s: Seconds between renewals.
+            dead: A beat of the claim there that was watched for its ``patience_s``, and no other
+                followed: stale whatever the file system's clock says, which may have gone back.
 
         Returns:
             The claim, or None when another process holds it; ``read_holder`` tells which.
@@ -109,7 +113,7 @@ class Claim:
         holder = _this_process(heartbeat_s)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not _acquire(path, holder):
+            if not _acquire(path, holder, dead):
                 return None
         except FileExistsError as exc:
             raise OutputError(
@@ -202,11 +206,13 @@ class Beat:
         token: The claim's.
         mtime_ns: When it was renewed, by the clock of the file system.
         runs_here: Whether its holder is seen to run on this machine.
+        patience_s: How long to wait for the next.
     """
 
     token: str
     mtime_ns: int
     runs_here: bool
+    patience_s: float
 
 
 def last_beat(output: Path) -> Beat | None:
@@ -221,7 +227,13 @@ def last_beat(output: Path) -> Beat | None:
     if seen is None:
         return None
     runs_here = seen.holder is not None and _is_here(seen.holder) and not _is_dead(seen.holder)
-    return Beat(token=seen.token, mtime_ns=seen.mtime_ns, runs_here=runs_here)
+    heartbeat_s = seen.holder.heartbeat_s if seen.holder else HEARTBEAT_S
+    return Beat(
+        token=seen.token,
+        mtime_ns=seen.mtime_ns,
+        runs_here=runs_here,
+        patience_s=heartbeat_s * MISSED_HEARTBEATS,
+    )
 
 
 # Files.
@@ -236,14 +248,15 @@ class _Seen:
     holder: Holder | None
 
 
-def _acquire(path: Path, holder: Holder) -> bool:
+def _acquire(path: Path, holder: Holder, dead: Beat | None = None) -> bool:
     """Create a claim file, or take it over when its holder is gone; OSError as it comes."""
     if _create(path, holder):
         return True
     seen = _look(path)
     if seen is None:  # released just now
         return _create(path, holder)
-    if not _is_stale(path, seen, holder.heartbeat_s):
+    watched = dead is not None and (dead.token, dead.mtime_ns) == (seen.token, seen.mtime_ns)
+    if not watched and not _is_stale(path, seen, holder.heartbeat_s):
         return False
     ticket = _ticket(path, seen.token)
     if not _acquire(ticket, holder):

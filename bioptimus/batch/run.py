@@ -631,6 +631,8 @@ class _Workers:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # Slides that another job held when their turn came, with the beat of its claim.
     _held: dict[int, Beat | None] = field(default_factory=dict)
+    # Those whose beat no other has followed for long.
+    _silent: dict[int, Beat] = field(default_factory=dict)
     # Slides whose start was told.
     _begun: set[int] = field(default_factory=set)
     _reports: dict[int, SlideReport] = field(default_factory=dict)
@@ -794,7 +796,7 @@ class _Workers:
         is stale. One sign since the slide's turn will do, and at the end of a long run it is there.
         """
         job = self.work.jobs[index]
-        waiting = False
+        watched_since = None
         while not self.stopped:
             report = self._one(index, self._claimed)
             if report is None or report.reason != _HELD:
@@ -804,9 +806,11 @@ class _Workers:
             if now is not None and (now.runs_here or (before is not None and now != before)):
                 return report
             self._held[index] = before or now
-            if not waiting:
-                waiting = True
+            if watched_since is None:
+                watched_since = time.monotonic()
                 self.listener.note(job, "waiting for a sign of life of the job that holds it")
+            elif now and now == before and time.monotonic() - watched_since > now.patience_s:
+                self._silent[index] = now
             until = time.monotonic() + _LOOK_AGAIN_SECONDS
             while not self.stopped and time.monotonic() < until:
                 time.sleep(_WAIT_SECONDS)
@@ -839,7 +843,7 @@ class _Workers:
     def _claim(self, index: int) -> Claim | None:
         with self._lock:
             claim = self._ahead.pop(index, None)
-        return claim or Claim.take(self.work.jobs[index].output)
+        return claim or Claim.take(self.work.jobs[index].output, dead=self._silent.get(index))
 
     def _take_ahead(self, index: int) -> bool:
         """Claim a slide before its turn; False where no copy of it is wanted.
