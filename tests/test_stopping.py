@@ -135,9 +135,7 @@ run()
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "until"), [((), b"loading"), (("--log-json",), b'"slide_planned"')]
-)
+@pytest.mark.parametrize(("how", "until"), [((), b"slides"), (("--log-json",), b'"slide_planned"')])
 def test_a_closed_terminal_is_told_by_the_exit_code(
     tmp_path: Path, how: tuple[str, ...], until: bytes
 ) -> None:
