@@ -6,6 +6,7 @@ import os
 import platform
 import pwd
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from bioptimus.batch import report
+from bioptimus.batch import claims, report
 from bioptimus.batch.claims import claim_path
 from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import RunFile, is_left_to_another_job
@@ -226,15 +227,15 @@ def test_slide_has_the_same_name_in_every_locale(tmp_path: Path) -> None:
 
 
 class _Watching(SilentListener):
-    """Leaves another machine's claim on a slide at its turn; acts once the run waits for it."""
+    """Leaves another process's claim on a slide at its turn; acts once the run waits for it."""
 
-    def __init__(self, act: Callable[[Path], object], *, heartbeat_s: float) -> None:
-        self.act, self.heartbeat_s = act, heartbeat_s
+    def __init__(self, act: Callable[[Path], object], *, heartbeat_s: float, **holder: str) -> None:
+        self.act, self.holder = act, {"heartbeat_s": heartbeat_s, **holder}
         self.waited, self.ahead_s = 0, 0.0
 
     def slide_started(self, job: SlideJob) -> None:
         job.output.parent.mkdir(parents=True, exist_ok=True)
-        age(foreign_claim(job.output, heartbeat_s=self.heartbeat_s), -self.ahead_s)
+        age(foreign_claim(job.output, **self.holder), -self.ahead_s)
 
     def note(self, job: SlideJob, message: str) -> None:
         self.waited += "sign of life" in message
@@ -257,7 +258,9 @@ def test_slide_of_another_job_is_left_to_it_only_if_that_one_is_alive(
         "gives it free": Path.unlink,
         "is waited for in vain": lambda _: setattr(stop, "stopped", True),
     }
-    watching = _Watching(acts[event], heartbeat_s=0.2 if "die" in event else 30.0)
+    watching = _Watching(
+        acts[event], heartbeat_s=0.2 if "die" in event else 30.0, host=socket.gethostname()
+    )
     watching.ahead_s = 1e6 if "clock" in event else 0
     config = RunConfig(inputs=(str(slide),), out=tmp_path / "out", model=str(model))
     (outcome,) = run(config, listener=watching, stop=stop).reports
@@ -265,3 +268,15 @@ def test_slide_of_another_job_is_left_to_it_only_if_that_one_is_alive(
     left = event in ("lives", "is waited for in vain")
     assert (outcome.state == "skipped") == left
     assert is_left_to_another_job(outcome.state, outcome.output) == left
+
+
+@pytest.mark.parametrize(("job", "waits"), [("4711_3", True), ("4711_4", False)])
+def test_of_jobs_on_other_machines_a_run_waits_for_its_own_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, waits: bool
+) -> None:
+    slide = write_pyramid(tmp_path / "a.tif", tissue(256, 256), mpp=0.5, factors=(1,))
+    monkeypatch.setattr(claims, "job_id", lambda: job)
+    watching = _Watching(Path.unlink, heartbeat_s=30.0, host="elsewhere", job="4711_3")
+    config = RunConfig(inputs=(str(slide),), out=tmp_path / "out", model=str(model))
+    (outcome,) = run(config, listener=watching).reports
+    assert (watching.waited, outcome.state != "skipped") == (waits, waits)

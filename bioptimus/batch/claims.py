@@ -206,12 +206,15 @@ class Beat:
         token: The claim's.
         mtime_ns: When it was renewed, by the clock of the file system.
         runs_here: Whether its holder is seen to run on this machine.
+        may_be_before: Whether its holder may be what this process was before it was started again:
+            on a machine of this one's name, as a container keeps, or in this batch job.
         patience_s: How long to wait for the next.
     """
 
     token: str
     mtime_ns: int
     runs_here: bool
+    may_be_before: bool
     patience_s: float
 
 
@@ -226,12 +229,14 @@ def last_beat(output: Path) -> Beat | None:
         return None
     if seen is None:
         return None
-    runs_here = seen.holder is not None and _is_here(seen.holder) and not _is_dead(seen.holder)
-    heartbeat_s = seen.holder.heartbeat_s if seen.holder else HEARTBEAT_S
+    holder = seen.holder
+    heartbeat_s = holder.heartbeat_s if holder else HEARTBEAT_S
+    same_job = holder is not None and holder.job is not None and holder.job == job_id()
     return Beat(
         token=seen.token,
         mtime_ns=seen.mtime_ns,
-        runs_here=runs_here,
+        runs_here=holder is not None and _is_here(holder) and not _is_dead(holder),
+        may_be_before=same_job or holder is None or holder.host == socket.gethostname(),
         patience_s=heartbeat_s * MISSED_HEARTBEATS,
     )
 

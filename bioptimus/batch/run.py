@@ -791,9 +791,11 @@ class _Workers:
     def _process_held(self, index: int) -> SlideReport | None:
         """What became of a slide that another job held when its turn came.
 
-        That job may be dead, as where its container is started again at once, and nobody else would
-        come to the slide: its claim is watched until it is given free, or gives a sign of life, or
-        is stale. One sign since the slide's turn will do, and at the end of a long run it is there.
+        It may be free by now. Or its job is dead, as where this container or batch job was started
+        again at once, and nobody else would come to the slide: such a claim is watched until it is
+        given free, or gives a sign of life, or is stale. One sign since the slide's turn will do,
+        and at the end of a long run it is there. For a machine of another name nobody waits: loops
+        over one folder on several machines would go through it in step.
         """
         job = self.work.jobs[index]
         watched_since = None
@@ -803,7 +805,9 @@ class _Workers:
                 return report
             now = last_beat(job.output)
             before = self._held[index]
-            if now is not None and (now.runs_here or (before is not None and now != before)):
+            if now is not None and (
+                now.runs_here or not now.may_be_before or (before is not None and now != before)
+            ):
                 return report
             self._held[index] = before or now
             if watched_since is None:
