@@ -60,10 +60,6 @@ logger = logging.getLogger(__name__)
 
 Float32 = npt.NDArray[np.float32]
 
-# OpenMP's threads are not there in a forked process, where a pass on several would wait for them
-# for ever if the thread that forked had made one. Workers of torch's DataLoader do the same.
-os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-
 # As many slides as a run has under way unless told otherwise, each with RNA of its own:
 # transforming 19,000 genes for every tile anew took 18 µs a tile, looking them up takes 0.4.
 _RNA_KEPT = 8
@@ -214,6 +210,7 @@ class BaseServerModel:
         self._spec = model_spec
         self._runner = runner
         self._path = path
+        self._loaded_by = os.getpid()
         self._device = torch.device(runner.device)
         self._local = threading.local()
         self._streams = StreamPool(self._device) if self._device.type == "cuda" else None
@@ -414,6 +411,10 @@ class BaseServerModel:
         return _ForwardError(f"{self.model_name}: forward pass of {tiles} tiles failed: {exc}")
 
     def _run(self, samples: list[PreparedSample]) -> tuple[npt.NDArray[Any], ...]:
+        if os.getpid() != self._loaded_by:
+            # OpenMP's threads are not there in a forked process, where a pass on several would wait
+            # for them for ever if the thread that forked had made one.
+            torch.set_num_threads(1)
         with self._streams.lease() if self._streams else nullcontext(), self._own_precision():
             tiles = self._stage("tile", [sample.pixels for sample in samples])
             inputs = [self._in_model_layout(tiles)]
