@@ -240,8 +240,9 @@ def measure(
 
 
 def _through_json(case: Case, out: Path) -> Spent:
-    from bioptimus.batch import run as module
+    from bioptimus.models.clients import local as module
 
+    # A run takes it from there when it loads the model.
     plain = module.InProcessClient
     module.InProcessClient = _ThroughJson  # type: ignore[misc]
     try:
