@@ -781,11 +781,10 @@ class _Workers:
 
     def _process_one(self, index: int) -> SlideReport | None:
         """What became of a slide; None where another job holds it, for now."""
-        beat = last_beat(self.work.jobs[index].output)
         report = self._one(index, self._claimed)
         if report is None or report.reason != _HELD:
             return report
-        self._held[index] = beat
+        self._held[index] = last_beat(self.work.jobs[index].output)
         return None
 
     def _process_held(self, index: int) -> SlideReport | None:
