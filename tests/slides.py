@@ -9,9 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import imagecodecs
 import numpy as np
 import numpy.typing as npt
 import openslide
+import pytest
 import tifffile
 
 from tests.conftest import EXAMPLE_SLIDE
@@ -205,3 +207,15 @@ def truncate(path: Path, *, share: float = 0.5) -> Path:
     with path.open("r+b") as file:
         file.truncate(int(size * share))
     return path
+
+
+def decode_one_grey_level_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on one value of each stored JPEG tile that the fast reader decodes is wrong."""
+    real = imagecodecs.jpeg8_decode
+
+    def one_grey_level_off(*args: Any, **options: Any) -> Pixels:
+        pixels: Pixels = real(*args, **options)
+        pixels[100, 100] ^= 1
+        return pixels
+
+    monkeypatch.setattr(imagecodecs, "jpeg8_decode", one_grey_level_off)

@@ -202,14 +202,7 @@ def test_reader_whose_pixels_differ_is_not_used_and_the_log_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = slides.write_svs(tmp_path / "a.svs", slides.tissue(600, 600), factors=(1,))
-    real = imagecodecs.jpeg8_decode
-
-    def one_grey_level_off(*args: Any, **options: Any) -> Pixels:
-        pixels: Pixels = real(*args, **options)
-        pixels[100, 100] ^= 1
-        return pixels
-
-    monkeypatch.setattr(imagecodecs, "jpeg8_decode", one_grey_level_off)
+    slides.decode_one_grey_level_off(monkeypatch)
     with caplog.at_level(logging.INFO), Slide.open(path) as slide:
         assert slide.reader == "openslide"
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]

@@ -7,10 +7,9 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import h5py
-import imagecodecs
 import numpy as np
 import numpy.typing as npt
 import openslide
@@ -29,7 +28,7 @@ from bioptimus.tiles import Tile, TileSpec, plan_tiles
 from bioptimus.view.source import SlidePictures, open_source
 from cli.main import main
 from tests import vendor_slides
-from tests.slides import damage_tile, tile_place, tissue, white
+from tests.slides import damage_tile, decode_one_grey_level_off, tile_place, tissue, white
 from tests.tiny_models import tiny
 
 Pixels = npt.NDArray[np.uint8]
@@ -229,14 +228,7 @@ def test_reader_is_compared_with_openslide_where_a_sparse_slide_has_data(
     )
     with Slide.open(path) as slide:
         assert slide.reader == "tiff"
-    real = imagecodecs.jpeg8_decode
-
-    def one_grey_level_off(*args: Any, **options: Any) -> Pixels:
-        pixels: Pixels = real(*args, **options)
-        pixels[100, 100] ^= 1
-        return pixels
-
-    monkeypatch.setattr(imagecodecs, "jpeg8_decode", one_grey_level_off)
+    decode_one_grey_level_off(monkeypatch)
     with Slide.open(path) as slide:
         assert slide.reader == "openslide"
 

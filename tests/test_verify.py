@@ -261,7 +261,9 @@ def test_a_file_that_the_library_never_ends_to_read_is_a_finding(
     assert (found.files, found.rows) == (4, 610)
 
 
-def test_all_files_are_read_by_one_process(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each process was started with, as they start."""
     started = []
     start = StopFlag.start_child
 
@@ -270,6 +272,10 @@ def test_all_files_are_read_by_one_process(out: Path, monkeypatch: pytest.Monkey
         return start(self, *words, **options)
 
     monkeypatch.setattr(StopFlag, "start_child", counting)
+    return started
+
+
+def test_all_files_are_read_by_one_process(out: Path, started: list[Any]) -> None:
     assert verify(out).files == 3
     assert len(started) == 1
     crashing(out / "tiny" / "0.h5")
@@ -278,18 +284,10 @@ def test_all_files_are_read_by_one_process(out: Path, monkeypatch: pytest.Monkey
 
 
 def test_many_files_are_read_by_several_processes_and_told_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Any]
 ) -> None:
     monkeypatch.setattr("bioptimus.verify._FILES_PER_PROCESS", 3)
     monkeypatch.setattr("bioptimus.verify.available_cores", lambda: 4)
-    started = []
-    start = StopFlag.start_child
-
-    def counting(self: StopFlag, *words: Any, **options: Any) -> Any:
-        started.append(words)
-        return start(self, *words, **options)
-
-    monkeypatch.setattr(StopFlag, "start_child", counting)
     for number in range(13):
         if number % 4 == 1:
             crashing(tmp_path / f"{number:02d}.h5")

@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -367,18 +368,14 @@ def write_philips(
         for factor in factors:
             level = pixels if factor == 1 else _padded(half(pixels, factor), tile)
             gone = missing if factor == 1 else ()
-            writer.write(
+            _write_jpeg(
+                writer,
                 _jpeg_tiles(level, tile, gone),
-                shape=level.shape,
-                dtype=np.uint8,
-                tile=(tile, tile),
-                photometric="ycbcr",
-                compression="jpeg",
-                subsampling=(1, 1),
+                level.shape,
+                tile,
                 subfiletype=int(factor > 1),
                 software="Philips DP v1.0" if factor == 1 else False,
                 description=_philips_xml(mpp, factors) if factor == 1 else None,
-                metadata=None,
             )
     return path
 
@@ -395,6 +392,27 @@ def _jpeg_tiles(
         for column in range(pixels.shape[1] // tile):
             part = pixels[row * tile : (row + 1) * tile, column * tile : (column + 1) * tile]
             yield b"" if (column, row) in missing else jpeg(part)
+
+
+def _write_jpeg(
+    writer: tifffile.TiffWriter,
+    tiles: Iterator[bytes],
+    shape: tuple[int, ...],
+    tile: int,
+    **tags: Any,
+) -> None:
+    """A level of such tiles, and tags of its own."""
+    writer.write(
+        tiles,
+        shape=shape,
+        dtype=np.uint8,
+        tile=(tile, tile),
+        photometric="ycbcr",
+        compression="jpeg",
+        subsampling=(1, 1),
+        metadata=None,
+        **tags,
+    )
 
 
 def _philips_xml(mpp: tuple[float, float], factors: Sequence[int]) -> str:
@@ -476,18 +494,14 @@ def write_trestle(
             height, width = level.shape[:2]
             across, down = (-(-(length - by) // (256 - by)) for length in (width, height))
             mosaic = _overlapping(level, (across, down), (by, by), 256)
-            writer.write(
+            _write_jpeg(
+                writer,
                 _jpeg_tiles(mosaic, 256),
-                shape=(height + (down - 1) * by, width + (across - 1) * by, 3),
-                dtype=np.uint8,
-                tile=(256, 256),
-                photometric="ycbcr",
-                compression="jpeg",
-                subsampling=(1, 1),
+                (height + (down - 1) * by, width + (across - 1) * by, 3),
+                256,
                 software="MedScan" if number == 0 else False,
                 description=fields if number == 0 else None,
                 resolution=(mpp, mpp),
-                metadata=None,
             )
     return path
 
@@ -530,16 +544,12 @@ def write_ventana(
         for number, factor in enumerate(factors):
             level = mosaic if factor == 1 else _padded(half(mosaic, factor), tile)
             told = _ventana_joints(grid, overlap, tile)
-            writer.write(
+            _write_jpeg(
+                writer,
                 _jpeg_tiles(level, tile),
-                shape=level.shape,
-                dtype=np.uint8,
-                tile=(tile, tile),
-                photometric="ycbcr",
-                compression="jpeg",
-                subsampling=(1, 1),
+                level.shape,
+                tile,
                 description=f"level={number} mag={40 / factor:g} quality=90",
-                metadata=None,
                 extratags=[_xmp(told)] if factor == 1 and joints else [],
             )
     return path
