@@ -581,6 +581,7 @@ def test_a_folder_in_the_layout_of_h_optimus_0_becomes_a_model(
     said = capsys.readouterr()
     assert said.out.strip() == str(out)
     assert "worst cosine, real tiles    1.0000000" in said.err
+    assert "computes in                 fp32 (for a GPU: --precision bf16 or fp16)" in said.err
     info = inspect_archive(out)
     assert info.spec is not None
     assert (info.spec.name, info.spec.licence, info.spec.prefix_tokens) == (

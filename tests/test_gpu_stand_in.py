@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bioptimus.errors import LostDeviceError, ModelError, OutOfDeviceMemoryError, _ForwardError
-from bioptimus.models.types import InferenceMode, ModelSpec
-from bioptimus.runtime import compiled, runners
+from bioptimus.models.types import InferenceMode, ModelSpec, Precision
+from bioptimus.runtime import compiled, loader, runners
 from bioptimus.runtime.archive import ArchiveInfo, inspect_archive
 from bioptimus.runtime.batch_size import find_batch_size
 from bioptimus.runtime.compiled import CompiledRunner
@@ -181,6 +181,38 @@ def test_a_gpu_that_cannot_be_used_is_told_when_the_model_is_loaded(
         f"tiny: cannot be loaded on cuda:1: {words.splitlines()[0]}; see `bioptimus doctor`, or "
         "use another device"
     )
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "told"),
+    [("cuda:1", "fp32", True), ("cuda:1", "fp16", False), ("cpu", "fp32", False)],
+)
+def test_a_run_on_a_gpu_is_told_of_a_large_model_in_full_precision(
+    gpu: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    precision: Precision,
+    told: bool,
+) -> None:
+    path = save_tiny(tmp_path / "tiny.pt2")
+    choice = resolve_model(path)
+    choice = replace(choice, spec=choice.spec.with_(precision=precision))
+    runner = PortableRunner(Means(), signature_of(choice.spec), device=device, slots=3)
+    monkeypatch.setattr(runners, "open_archive", lambda *_, **__: runner)
+    load_model(choice, device)
+    assert not warnings_of(caplog), "a small one is fast enough"
+    monkeypatch.setattr(loader, "_LARGE_BYTES", path.stat().st_size)
+    load_model(choice, device)
+    assert warnings_of(caplog) == told * [
+        "tiny: computes in fp32, which a GPU does several times slower than half precision; export "
+        "it with --precision bf16 or fp16"
+    ]
 
 
 def test_a_compiled_program_is_made_on_its_gpu_and_no_oftener_than_passes_run_there(

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MODEL_ROOT = Path("/opt/ml/model")
+
+# Below this a GPU waits for tiles whatever it computes in: 25 million weights.
+_LARGE_BYTES = 100_000_000
 """Where serving containers of the SageMaker convention mount checkpoints."""
 
 
@@ -197,7 +200,7 @@ def load_model(
     device = wanted_device(device)
     try:
         runner = _runner(choice, device, use_compiled=use_compiled)
-        return kind.from_runner(choice.spec, runner, checkpoint_path=choice.checkpoint)
+        model = kind.from_runner(choice.spec, runner, checkpoint_path=choice.checkpoint)
     except RuntimeError as exc:  # torch's, of a GPU that is full, taken, broken or too old
         if device == "cpu":
             raise
@@ -205,6 +208,16 @@ def load_model(
             f"{choice.name}: cannot be loaded on {device}: {first_line(exc)}; see "
             "`bioptimus doctor`, or use another device"
         ) from exc
+    # Of a foreign file nobody has said what it computes in.
+    exported_here = choice.info is not None and choice.info.spec is not None
+    full = exported_here and choice.spec.precision == "fp32"
+    if device != "cpu" and full and model.checkpoint_bytes >= _LARGE_BYTES:
+        log.warning(
+            "%s: computes in fp32, which a GPU does several times slower than half precision; "
+            "export it with --precision bf16 or fp16",
+            choice.name,
+        )
+    return model
 
 
 def _runner(choice: ModelChoice, device: str, *, use_compiled: bool) -> Runner:
