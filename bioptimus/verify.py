@@ -1,14 +1,11 @@
 """Checking finished results: is every file whole, is anything missing or left over?"""
 
 import contextlib
-import json
 import math
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,8 @@ from bioptimus.batch.report import RUNS_FOLDER, read_accounts
 from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
 from bioptimus.counting import counted
 from bioptimus.errors import OutputError, StoppedError, UsageError
-from bioptimus.inference import checking
 from bioptimus.inference.checking import Checked, Facts
+from bioptimus.inference.guard import FileEndedReaderError, ReadingProcess
 from bioptimus.inference.layout import PART_SUFFIX, differences, to_json
 from bioptimus.kinds import checks_kinds
 from bioptimus.runtime.machine import available_cores
@@ -33,7 +30,6 @@ _LONGEST_CPU_S = 60.0
 _FILES_PER_PROCESS = 20
 # More find the disk busy.
 _MOST_PROCESSES = 16
-_DAMAGED = "it is damaged: move it away and make it again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,114 +150,51 @@ def _checked(
 ) -> Iterator[tuple[Path, Checked]]:
     """Check files, several at a time; in their order."""
     count = max(1, min(available_cores(), _MOST_PROCESSES, len(results) // _FILES_PER_PROCESS))
+    look = ("check", str(_LONGEST_CPU_S), str(whole_up_to_bytes))
     with contextlib.ExitStack() as stack:
-        checkers = [
-            stack.enter_context(_Checker(stop, whole_up_to_bytes=whole_up_to_bytes))
-            for _ in range(count)
-        ]
+        checkers = []
+        for _ in range(count):
+            checkers.append(ReadingProcess(*look, start=partial(_start_held_back, stop)))
+            stack.callback(checkers[-1].close)
         # Each has one file at a time, so that it is known which one ended it.
         for path, checker in zip(results, checkers, strict=False):
             checker.begin(path)
         for number, path in enumerate(results):
             checker = checkers[number % count]
-            checked = checker.result()
+            checked = _result(checker, stop)
             if number + count < len(results):
                 checker.begin(results[number + count])
             yield path, checked
 
 
-class _Checker:
-    """Checks result files in a process of its own; where a file ends that, the next starts another.
+def _start_held_back(stop: StopFlag, arguments: Sequence[str], **options: Any) -> Any:
+    """Start a process that gets every signal this one gets, once it is ready for them.
 
-    Owner: one call of :func:`verify`, in its thread. The process ends with the ``with`` block.
+    While it is loading, they would end it with a traceback.
     """
-
-    def __init__(self, stop: StopFlag, *, whole_up_to_bytes: float) -> None:
-        self._stop = stop
-        self._whole_up_to_bytes = whole_up_to_bytes
-        self._child: subprocess.Popen[str] | None = None
-        self._is_ready = False
-
-    def __enter__(self) -> "_Checker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._end()
-
-    def begin(self, path: Path) -> None:
-        """Have a file checked; :meth:`result` is to follow."""
-        if self._child is None:
-            self._start()
-        assert self._child is not None
-        assert self._child.stdin is not None
-        # Where it has ended, its answer tells.
-        with contextlib.suppress(BrokenPipeError):
-            self._child.stdin.write(json.dumps(str(path)) + "\n")
-            self._child.stdin.flush()
-
-    def result(self) -> Checked:
-        """Wait for what the check of the file gives.
-
-        Raises:
-            StoppedError: The stop flag is set.
-            OutputError: No process can be started.
-        """
-        if not self._is_ready and self._answer() != checking.READY:
-            raise OutputError(f"the process that reads files ended with exit code {self._end()}")
-        self._is_ready = True
-        answer = self._answer()
-        if not answer:
-            return Checked(problems=(_words_for(self._end()),))
-        told = json.loads(answer)
-        facts = told["facts"]
-        return Checked(problems=tuple(told["problems"]), facts=facts and Facts(**facts))
-
-    def _answer(self) -> str:
-        """The next line from the process; nothing where it has ended."""
-        assert self._child is not None
-        assert self._child.stdout is not None
-        answer = self._child.stdout.readline()
-        _end_if_told(self._stop)
-        return answer
-
-    def _start(self) -> None:
-        # Not the folder we are in, but the modules that this process has.
-        modules = os.pathsep.join(map(os.path.abspath, sys.path))
-        limits = (str(self._whole_up_to_bytes), str(_LONGEST_CPU_S))
-        # Held back until the process is ready for them: while it is loading, they would end it
-        # with a traceback.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            self._child = self._stop.start_child(
-                [sys.executable, "-P", "-m", checking.__name__, *limits],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": modules},
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _end(self) -> int:
-        """Wait for the process, and let go of it; its exit code."""
-        assert self._child is not None
-        child, self._child, self._is_ready = self._child, None, False
-        # What it did not take any more is in the way of closing its pipe.
-        with contextlib.suppress(BrokenPipeError), child:
-            pass
-        return child.returncode
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return stop.start_child(arguments, **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _words_for(exit_code: int) -> str:
-    """What it tells of a file that it ended the process that read it."""
-    if exit_code == -signal.SIGPROF:
-        return f"reading it never ends in the HDF5 library; {_DAMAGED}"
-    if exit_code == -signal.SIGKILL:
-        return "the process that read it was killed; if memory was short, check it again alone"
-    if exit_code < 0:
-        return f"reading it crashes the HDF5 library; {_DAMAGED}"
-    return f"the process that read it ended with exit code {exit_code}"
+def _result(process: ReadingProcess, stop: StopFlag) -> Checked:
+    """Wait for what the check of a file gives.
+
+    Raises:
+        StoppedError: The stop flag is set.
+        OutputError: No process can be started.
+    """
+    try:
+        told = process.result()
+    except FileEndedReaderError as exc:
+        return Checked(problems=(str(exc),))
+    finally:
+        # First: a signal ends the process as well.
+        _end_if_told(stop)
+    facts = told["facts"]
+    return Checked(problems=tuple(told["problems"]), facts=facts and Facts(**facts))
 
 
 class _Unfinished:

@@ -296,3 +296,25 @@ def _digest(facts: Mapping[str, Any]) -> dict[str, Any]:
         "overlap (px)": facts["overlap_px"],
     }
     return {"digest": digest_of(parameters), "digest_parameters": parameters}
+
+
+def crashing(path: Path) -> Path:
+    """A file that the HDF5 library does not survive: text of a kind that it does not know."""
+    with h5py.File(path, "w") as file:
+        file.attrs["format"] = "text"
+    content = bytearray(path.read_bytes())
+    # Class 9 (of any length), version 1; then its kind, 1 for text.
+    content[content.index(b"\x19\x01\x01") + 1] = 2
+    path.write_bytes(content)
+    return path
+
+
+def endless(path: Path) -> Path:
+    """A file that the HDF5 library reads for ever: its first text ends where nothing is."""
+    with h5py.File(path, "w") as file:
+        file.attrs["format"] = "text"
+    content = bytearray(path.read_bytes())
+    size_at = content.index(b"GCOL") + 16 + 8
+    content[size_at : size_at + 2] = (2048).to_bytes(2, "little")
+    path.write_bytes(content)
+    return path

@@ -17,7 +17,7 @@ from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.layout import digest_of
 from bioptimus.verify import verify
 from cli.main import main
-from tests.result_files import DIM, NAMES, make_result
+from tests.result_files import DIM, NAMES, crashing, endless, make_result
 from tests.slides import damage_tile, tissue, write_pyramid
 
 
@@ -194,28 +194,6 @@ def test_no_flipped_bit_ends_the_check(tmp_path: Path) -> None:
         damaged[place] ^= 1 << place % 8
         (tmp_path / f"{place}.h5").write_bytes(damaged)
     assert verify(tmp_path, deep=True).files == len(places) + 1
-
-
-def crashing(path: Path) -> Path:
-    """A file that the HDF5 library does not survive: text of a kind that it does not know."""
-    with h5py.File(path, "w") as file:
-        file.attrs["format"] = "text"
-    content = bytearray(path.read_bytes())
-    # Class 9 (of any length), version 1; then its kind, 1 for text.
-    content[content.index(b"\x19\x01\x01") + 1] = 2
-    path.write_bytes(content)
-    return path
-
-
-def endless(path: Path) -> Path:
-    """A file that the HDF5 library reads for ever: its first text ends where nothing is."""
-    with h5py.File(path, "w") as file:
-        file.attrs["format"] = "text"
-    content = bytearray(path.read_bytes())
-    size_at = content.index(b"GCOL") + 16 + 8
-    content[size_at : size_at + 2] = (2048).to_bytes(2, "little")
-    path.write_bytes(content)
-    return path
 
 
 CRASHES = "reading it crashes the HDF5 library; it is damaged: move it away and make it again"

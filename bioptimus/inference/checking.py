@@ -1,9 +1,9 @@
 """What is wrong with one result file: :func:`check_file`, and the process that calls it for many.
 
-The HDF5 library ends its process, or never comes back, where a file's structure is damaged in
-certain places. :mod:`bioptimus.verify` therefore has files read by ``python -m`` this module.
+A :class:`~bioptimus.inference.guard.ReadingProcess` runs this module.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -15,11 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import OutputError
+from bioptimus.inference import guard
 from bioptimus.inference.checksums import row_checksums
+from bioptimus.inference.hdf5_image import DAMAGE_ERRORS, open_to_read
 from bioptimus.inference.layout import STORED_TYPES, digest_of, of_run
 from bioptimus.inference.results import Result, RowsName, open_result
 
@@ -27,7 +30,8 @@ from bioptimus.inference.results import Result, RowsName, open_result
 SAMPLED_ROWS = 256
 _BLOCK_BYTES = 16 << 20
 
-READY = "ready\n"
+# Of larger ones the rows at the ends are read, and the index of their chunks.
+_TOUCHED_WHOLE_BYTES = 50_000_000
 # No machine reads and checks rows as slowly as this.
 _SLOWEST_BYTES_PER_CPU_S = 10e6
 
@@ -256,28 +260,66 @@ def _stretches(count: int, *, width: int, whole: bool) -> list[tuple[int, int]]:
     return [(first, min(first + step, count)) for first in starts]
 
 
-def main(whole_up_to_bytes: float, longest_cpu_s: float) -> None:
-    """Check each file named on standard input, and answer on standard output; JSON line by line.
+def touch(path: Path) -> None:
+    """Read of a file, ours or not, what any of our readers may ask the HDF5 library for.
+
+    Whether that gives anything does not matter here, only that the library comes back.
+    """
+    with contextlib.suppress(*DAMAGE_ERRORS), open_to_read(path) as file:
+        _touch_attributes(file)
+        for name in file:
+            with contextlib.suppress(*DAMAGE_ERRORS):
+                found = file[name]
+                _touch_attributes(found)
+                if isinstance(found, h5py.Dataset):
+                    _touch_values(found)
+
+
+def _touch_attributes(found: h5py.Group | h5py.Dataset) -> None:
+    for name in found.attrs:
+        with contextlib.suppress(*DAMAGE_ERRORS):
+            found.attrs[name]
+
+
+def _touch_values(dataset: h5py.Dataset) -> None:
+    # Texts lie in heaps, each anywhere.
+    if dataset.dtype.hasobject or dataset.nbytes <= _TOUCHED_WHOLE_BYTES:
+        dataset[()]
+        return
+    if dataset.chunks:
+        dataset.id.get_num_chunks()
+    dataset[:1]
+    dataset[-1:]
+
+
+def main(look: str, longest_cpu_s: float, whole_up_to_bytes: float = 0.0) -> None:
+    """Look at each file named on standard input, and answer on standard output; JSON by the line.
 
     Args:
-        whole_up_to_bytes: As of :func:`check_file`.
+        look: ``check``, as :func:`check_file` does, or ``touch``.
         longest_cpu_s: The process is ended by ``SIGPROF`` where one file takes more than this,
             beside what its rows may take: the HDF5 library is lost in a loop.
+        whole_up_to_bytes: As of :func:`check_file`.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected here
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    _say(READY)
+    guard.is_reading_process = True
+    _say(guard.READY)
     for line in sys.stdin:
         path = Path(json.loads(line))
         size_bytes = os.path.getsize(path) if os.path.exists(path) else 0  # it tells that itself
         # Of the processor's time, not the clock's: a slow disk is no loop.
         limit_s = longest_cpu_s + min(size_bytes, whole_up_to_bytes) / _SLOWEST_BYTES_PER_CPU_S
         signal.setitimer(signal.ITIMER_PROF, limit_s)
-        checked = check_file(path, whole_up_to_bytes=whole_up_to_bytes)
+        answer: dict[str, Any] | None = None
+        if look == "check":
+            answer = asdict(check_file(path, whole_up_to_bytes=whole_up_to_bytes))
+        else:
+            touch(path)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _say(json.dumps(asdict(checked)) + "\n")
+        _say(json.dumps(answer) + "\n")
 
 
 def _say(text: str) -> None:
@@ -286,4 +328,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:]))
+    main(sys.argv[1], *map(float, sys.argv[2:]))

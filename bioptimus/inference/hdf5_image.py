@@ -8,7 +8,10 @@ are then put on disk by our own code, whose errors are ordinary.
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,11 @@ import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
+from bioptimus.errors import OutputError
 from bioptimus.inference.checksums import checksum
 from bioptimus.inference.disk import DiskFile, sync_folder, temporary_beside
-from bioptimus.inference.layout import CHECKSUM, AttributeValue, to_json
+from bioptimus.inference.guard import why_deadly
+from bioptimus.inference.layout import CHECKSUM, HEAP_CHECKSUMS, AttributeValue, to_json
 
 _PAGE_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 20
@@ -30,6 +35,9 @@ _GZIP_LEVEL = 1
 # reads. In files as of old, which h5py writes unless told, one changed bit can crash it.
 _FORMAT_OF = ("v108", "v108")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+# A global heap, where texts of any length lie, and its version: the one part without a checksum.
+_HEAP_SIGNATURE = b"GCOL\1\0\0\0"
+_LARGEST_OFFSET = (1 << 63) - 1
 
 FAILED_TILES_DTYPE = np.dtype(
     [
@@ -41,21 +49,82 @@ FAILED_TILES_DTYPE = np.dtype(
 )
 
 
+# What h5py makes of damage depends on where in the file it is; sizes may be any.
+DAMAGE_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError, MemoryError)
+
+# Files, as :func:`_mark` tells them, and why not to read them: one is opened many times.
+_looked_at: dict[tuple[int, ...], str | None] = {}
+
+
 def open_to_read(path: Path) -> h5py.File:
     """Open a finished file without locks, which some network file systems do not have.
 
     HDF5 insists that all handles on one file of one process agree about locks: where a notebook
     holds it open with h5py's own setting, that is taken.
 
+    A file whose structure is not known to be as it was written, being damaged, edited or another
+    program's, is read by another process first: it may crash the library, or send it in circles.
+
     Raises:
         OSError: As h5py raises it.
+        OutputError: Reading the file ends the process that does.
     """
+    mark = _mark(path)
+    if mark not in _looked_at:
+        # What is no HDF5 file at all is no danger, and h5py says so.
+        if _has_checksums(path) or not h5py.is_hdf5(path):
+            file = _open(path)
+            try:
+                if _has_own_heaps(file, path):
+                    _looked_at[mark] = None
+                    return file
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+        _looked_at[mark] = why_deadly(path)
+    if (why := _looked_at[mark]) is not None:
+        raise OutputError(f"{path}: {why}")
+    return _open(path)
+
+
+def _open(path: Path) -> h5py.File:
     try:
         return h5py.File(path, "r", locking=False)
     except OSError as exc:
         if "locking flag values don't match" not in str(exc):
             raise
         return h5py.File(path, "r")
+
+
+def _mark(path: Path) -> tuple[int, ...]:
+    """Tells a file from others, and from itself before it was changed."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _has_checksums(path: Path) -> bool:
+    """Whether the structure is that of HDF5 1.8 or later, from the root on."""
+    with path.open("rb") as file:
+        start = file.read(48)
+        if not start.startswith(_SIGNATURE) or start[8] < 2 or start[9] != 8:
+            return False
+        # After base, extension and end of the file, all of eight bytes.
+        file.seek(int.from_bytes(start[36:44], "little") & _LARGEST_OFFSET)
+        return file.read(4) == b"OHDR"
+
+
+def _has_own_heaps(file: h5py.File, path: Path) -> bool:
+    """Whether the texts of a file with checksums lie as they were written."""
+    if HEAP_CHECKSUMS not in file.attrs:
+        return False
+    heaps = file.attrs[HEAP_CHECKSUMS]
+    with path.open("rb") as raw:
+        for offset, length, crc32 in heaps.tolist():
+            raw.seek(offset)
+            if zlib.crc32(raw.read(length)) != crc32:
+                return False
+    return True
 
 
 class _MemoryFile(io.RawIOBase):
@@ -114,6 +183,21 @@ class _MemoryFile(io.RawIOBase):
             self._at += count
         return done
 
+    def at(self, offset: int, count: int) -> bytes:
+        """Some of the bytes."""
+        self.seek(offset)
+        return self.read(count) or b""
+
+    def find(self, words: bytes) -> Iterator[int]:
+        """Where some bytes lie, ascending."""
+        before, end = b"", -1
+        for page in sorted(self.pages):
+            # They may begin on the page before.
+            text = (before if page == end else b"") + self.pages[page]
+            start = (page + 1) * _PAGE_BYTES - len(text)
+            yield from (start + match.start() for match in re.finditer(re.escape(words), text))
+            before, end = text[1 - len(words) :], page + 1
+
 
 @dataclass(frozen=True)
 class _Chunk:
@@ -149,8 +233,10 @@ class HDF5Image:
         self.file = h5py.File(self._memory, "w", libver=_FORMAT_OF)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        with self.file:
+            if self._checksums and exc_type is None:
+                self._add_heap_checksums()
 
     def add_rows(self, name: str, *, shape: tuple[int, ...], dtype: str) -> None:
         """Set room aside for rows that :meth:`write_to` will ask for, after those added before."""
@@ -254,6 +340,15 @@ class HDF5Image:
             disk.write(block.data.cast("B"), chunk.offset)
         disk.truncate(self._memory.end)
         disk.write(_SIGNATURE, 0)
+
+    def _add_heap_checksums(self) -> None:
+        """Say where the heaps lie and what is in them; numbers lie in none."""
+        self.file.flush()
+        heaps = []
+        for offset in self._memory.find(_HEAP_SIGNATURE):
+            length = int.from_bytes(self._memory.at(offset + 8, 8), "little")
+            heaps.append((offset, length, zlib.crc32(self._memory.at(offset, length))))
+        self.file.attrs[HEAP_CHECKSUMS] = np.array(heaps, np.int64).reshape(-1, 3)
 
     def _add_checksum(self, dataset: h5py.Dataset, values: npt.NDArray[Any]) -> None:
         if self._checksums:

@@ -16,6 +16,9 @@ FORMAT_VERSION = 1
 PART_SUFFIX = ".part"
 """``x.h5.part`` holds the rows of an unfinished ``x.h5``."""
 
+HEAP_CHECKSUMS = "heap_crc32"
+"""Root attribute (H, 3): offset, length and CRC-32 of each global heap of HDF5, in bytes."""
+
 WRITER_ATTRIBUTES = frozenset(
     {
         "format",
@@ -26,6 +29,7 @@ WRITER_ATTRIBUTES = frozenset(
         "digest_parameters",
         "tiles_planned",
         "tiles_failed",
+        HEAP_CHECKSUMS,
     }
 )
 """Root attributes that the writer sets itself."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from bioptimus.errors import BioptimusError, CheckpointError, OutputError
 from bioptimus.inference.checksums import checksum, row_checksums
 from bioptimus.inference.disk import output_errors
-from bioptimus.inference.hdf5_image import open_to_read
+from bioptimus.inference.hdf5_image import DAMAGE_ERRORS, open_to_read
 from bioptimus.inference.layout import (
     CHECKSUM,
     FORMAT,
@@ -564,8 +564,7 @@ class Result:
                 yield
         except BioptimusError:
             raise
-        except (RuntimeError, KeyError, TypeError, ValueError, MemoryError) as exc:
-            # What h5py makes of damage depends on where in the file it is; sizes may be any.
+        except DAMAGE_ERRORS as exc:
             raise OutputError(f"{self.path}: cannot be read: {exc}; {advice}") from exc
 
     def _strings(self, name: str) -> tuple[str, ...]:
