@@ -741,6 +741,33 @@ def test_a_python_function_gives_the_network(
         from_function("my_network:other", COLOURED)
 
 
+def test_a_function_that_draws_its_weights_at_random_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"module.0.weight": torch.ones(2, 3)}, tmp_path / "checkpoint.pth")
+    (tmp_path / "my_vit.py").write_text(
+        "import torch\n"
+        "class Vit(torch.nn.Sequential):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(torch.nn.Linear(3, 2, bias=False), torch.nn.BatchNorm1d(2))\n"
+        "def lenient():\n"
+        "    network = Vit()\n"
+        "    network.load_state_dict(torch.load('checkpoint.pth'), strict=False)\n"
+        "    return network\n"
+        "def loads():\n"
+        "    network = Vit()\n"
+        "    weights = torch.load('checkpoint.pth')\n"
+        "    network[0].weight.data = weights['module.0.weight']\n"
+        "    return network\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in ("Vit", "lenient"):
+        wanted = rf"{name}: 1 of its 6 weights are others each time.*such as 0\.weight: have it load"
+        with pytest.raises(CheckpointError, match=wanted):
+            from_function(f"my_vit:{name}", COLOURED)
+    assert from_function("my_vit:loads", COLOURED).spec.source == "my_vit:loads"
+
+
 def test_a_model_that_cannot_be_built_is_not_downloaded() -> None:
     with pytest.raises(UsageError, match="not buildable"):
         from_hub("conch", accept_licence=True)

@@ -35,6 +35,7 @@ def save_tiny(path: Path, spec: ModelSpec = TINY) -> Path:
 
 def flat() -> nn.Module:
     """Normalised (N, 3, 8, 8) → (N, 5)."""
+    torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
 
 

@@ -104,7 +104,8 @@ def from_function(reference: str, spec: ModelSpec) -> Source:
 
     Raises:
         UsageError: There is no such module or function.
-        CheckpointError: It fails, or returns something else than a module.
+        CheckpointError: It fails, returns something else than a module, or one with weights that
+            are drawn at random.
     """
     from torch import nn
 
@@ -123,7 +124,39 @@ def from_function(reference: str, spec: ModelSpec) -> Source:
         raise CheckpointError(f"{reference}: failed: {exc!r}") from exc
     if not isinstance(network, nn.Module):
         raise CheckpointError(f"{reference}: returned {type(network).__name__}, not an nn.Module")
+    _refuse_random_weights(reference, network, function)
     return Source(network=network, spec=spec.with_(source=spec.source or reference))
+
+
+def _refuse_random_weights(
+    reference: str, network: nn.Module, function: Callable[[], object]
+) -> None:
+    """Call the function again: weights that it did not load are drawn anew.
+
+    A class in place of a function, or a checkpoint whose names did not fit and ``strict=False``,
+    would otherwise give a file that agrees with the network and means nothing.
+    """
+    import torch
+    from torch import nn
+
+    try:
+        again = function()
+    except Exception as exc:  # the user's own code; anything may come out of it
+        raise CheckpointError(f"{reference}: failed when called a second time: {exc!r}") from exc
+    others = again.state_dict() if isinstance(again, nn.Module) else {}
+    weights = network.state_dict()
+    drawn = [
+        name
+        for name, value in weights.items()
+        if isinstance(value, torch.Tensor)
+        and not (name in others and torch.equal(value, others[name]))
+    ]
+    if drawn:
+        raise CheckpointError(
+            f"{reference}: {len(drawn)} of its {len(weights)} weights are others each time it is "
+            f"called, such as {drawn[0]}: have it load your checkpoint into all of them "
+            "(load_state_dict, strict), and remove layers that the checkpoint lacks"
+        )
 
 
 def from_hub(
