@@ -3,12 +3,13 @@
 import re
 import shutil
 import textwrap
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import fields
 from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 
 from bioptimus import embed_slide
 from bioptimus.io.wsi import OpenOptions
@@ -35,6 +36,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         embed_slide(folder / name, out=folder / "embeddings", predictions=True)
     # One without tissue, as every cohort has: what reads a folder must not trip over it.
     make_result(folder / "embeddings" / "lite0" / "blank.h5", rows=0)
+    (folder / "my_training.py").write_text("from torch.nn import Flatten as VisionTransformer\n")
+    torch.save({}, folder / "checkpoint.pth")
     return folder
 
 
@@ -46,9 +49,12 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(
 ) -> None:
     pytest.importorskip("anndata", reason="needs the extra 'anndata'")
     monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
     names: dict[str, object] = {}
     for snippet in snippets(page):
         exec(snippet, names)
+    build = names.get("build_network")  # of a network of the reader's own
+    assert build is None or isinstance(cast("Callable[[], object]", build)(), torch.nn.Module)
     # A run tells of a slide that failed, and raises nothing.
     assert not getattr(names.get("done"), "failed", 0)
 

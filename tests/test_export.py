@@ -762,7 +762,9 @@ def test_a_function_that_draws_its_weights_at_random_is_refused(
     )
     monkeypatch.chdir(tmp_path)
     for name in ("Vit", "lenient"):
-        wanted = rf"{name}: 1 of its 6 weights are others each time.*such as 0\.weight: have it load"
+        wanted = (
+            rf"{name}: 1 of its 6 weights are others each time.*such as 0\.weight: have it load"
+        )
         with pytest.raises(CheckpointError, match=wanted):
             from_function(f"my_vit:{name}", COLOURED)
     assert from_function("my_vit:loads", COLOURED).spec.source == "my_vit:loads"
@@ -783,10 +785,15 @@ def test_weights_of_another_model_are_named_by_their_width(tmp_path: Path) -> No
     [
         ("nothing-here", "neither a folder"),
         ("uni", "add --from-hub"),
+        ("vit.pth", "write a function that builds it and loads them"),
         ("m:f", "--mpp and --mean and --std"),
     ],
 )
-def test_a_source_that_is_none_says_what_one_is(source: str, words: str) -> None:
+def test_a_source_that_is_none_says_what_one_is(
+    source: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vit.pth").touch()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=words):
         export_source(
             source, None, facts_key=None, overrides={}, device="cpu", slide=None, hub=False,

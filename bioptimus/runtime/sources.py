@@ -263,13 +263,24 @@ def export_source(
         found = from_folder(Path(source), facts_key=facts_key, overrides=overrides)
     else:
         raise UsageError(
-            f"{source}: neither a folder of weights nor module:function"
-            + ("; to download it add --from-hub" if source in FACTS else "")
+            f"{source}: neither a folder of weights nor module:function{_hint(source)}"
         )
     tiles = sample_tiles(slide, found.spec) if slide else None
     from bioptimus.runtime.export import export_module
 
     return export_module(found.network, found.spec, path, device=device, real_tiles=tiles)
+
+
+def _hint(source: str) -> str:
+    """What to give in place of a source that is none."""
+    if source in FACTS:
+        return "; to download it add --from-hub"
+    if Path(source).is_file():
+        return (
+            "; a file of weights does not tell the network: write a function that builds it and "
+            "loads them, and give that, as my_code:build_network"
+        )
+    return ""
 
 
 def _name(source: str, facts_key: str | None, overrides: Mapping[str, Any], *, hub: bool) -> str:
