@@ -3,8 +3,10 @@ import io
 import re
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -261,3 +263,59 @@ def test_a_notebook_shows_a_card_with_the_thumbnail(tmp_path: Path) -> None:
     assert found is not None
     assert Image.open(io.BytesIO(base64.b64decode(found[1]))).format == "PNG"
     assert "11 tiles, model tiny" in repr(open_result(path))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunks": (7, 9, 3), "compression": "gzip"},
+        {"chunks": (7, 4, 3), "compression": "gzip"},
+        {"chunks": (7, 9, 3), "compression": "gzip", "shuffle": True},
+        {"chunks": (7, 9, 3), "compression": "lzf"},
+        {"chunks": (7, 9, 3)},
+        {},
+    ],
+)
+def test_a_picture_is_read_however_another_program_packed_it_anew(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (16, 9, 3), np.uint8)
+    with h5py.File(make_result(tmp_path / "a.h5"), "r+") as file:
+        shown = dict(file["thumbnail"].attrs, crc32=zlib.crc32(pixels.tobytes()))
+        del file["thumbnail"], file["output_names"]
+        file.create_dataset("thumbnail", data=pixels, **options).attrs.update(shown)
+        packing = {**options, "chunks": (2,)} if options else {}
+        file.create_dataset("output_names", data=NAMES, dtype=h5py.string_dtype(), **packing)
+    result = open_result(tmp_path / "a.h5")
+    assert result.output_names == NAMES
+    picture = result.thumbnail
+    assert picture is not None
+    assert np.array_equal(picture.pixels, pixels)
+
+
+def test_a_band_that_was_stored_unpacked_is_read(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (2, 9, 3), np.uint8)
+    with h5py.File(make_result(tmp_path / "a.h5"), "r+") as file:
+        shown = dict(file["thumbnail"].attrs, crc32=zlib.crc32(pixels.tobytes()))
+        del file["thumbnail"]
+        dataset = file.create_dataset("thumbnail", pixels.shape, np.uint8, chunks=(1, 9, 3),
+                                      compression="gzip")  # fmt: skip
+        dataset.id.write_direct_chunk((0, 0, 0), zlib.compress(pixels[0].tobytes()))
+        dataset.id.write_direct_chunk((1, 0, 0), pixels[1].tobytes(), filter_mask=1)
+        dataset.attrs.update(shown)
+    picture = open_result(tmp_path / "a.h5").thumbnail
+    assert picture is not None
+    assert np.array_equal(picture.pixels, pixels)
+
+
+@pytest.mark.parametrize("unpacked", [b"\0" * 3, b"\0" * 30])
+def test_a_packed_band_of_another_length_is_damage(tmp_path: Path, unpacked: bytes) -> None:
+    with h5py.File(make_result(tmp_path / "a.h5"), "r+") as file:
+        shown = dict(file["thumbnail"].attrs)
+        del file["thumbnail"]
+        dataset = file.create_dataset("thumbnail", (1, 3, 3), np.uint8, chunks=(1, 3, 3),
+                                      compression="gzip")  # fmt: skip
+        dataset.id.write_direct_chunk((0, 0, 0), zlib.compress(unpacked))
+        dataset.attrs.update(shown)
+    with pytest.raises(OutputError, match="cannot be read"):
+        _ = open_result(tmp_path / "a.h5").thumbnail

@@ -84,9 +84,9 @@ def check_file(path: Path, *, whole_up_to_bytes: float) -> Checked:
     """
     try:
         result = open_result(path, check=False)  # it tells all that is wrong
-        model = result.model.name  # raises where its description cannot be read
         whole = _row_bytes(result) * len(result) <= whole_up_to_bytes
         with result.held_open():
+            model = result.model.name  # raises where its description cannot be read
             problems = tuple(_problems(result, whole=whole))
     except OutputError as exc:
         return Checked(problems=(str(exc).removeprefix(f"{path}: "),))

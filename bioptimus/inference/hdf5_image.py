@@ -383,6 +383,40 @@ def pack(values: npt.NDArray[Any]) -> PackedArray:
     return PackedArray(values, tuple(chunks))
 
 
+def values_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
+    """All of a dataset; a picture in a third of the time that HDF5's own zlib takes to unpack it.
+
+    Raises:
+        Exception: One of :data:`DAMAGE_ERRORS`.
+    """
+    values: npt.NDArray[Any]
+    rows, *sides = dataset.chunks or (0,)
+    # As :meth:`HDF5Image.add_packed` writes it: numbers in bands of rows, and no filter but one.
+    if (
+        dataset.compression == "gzip"
+        and dataset.id.get_create_plist().get_nfilters() == 1
+        and (*sides,) == dataset.shape[1:]
+        and not dataset.dtype.hasobject
+    ):
+        values = np.empty((-(-len(dataset) // rows) * rows, *sides), dataset.dtype)
+        for first in range(0, len(dataset), rows):
+            _unpack(dataset, first, values[first : first + rows])
+        return values[: len(dataset)]
+    values = dataset[()]
+    return values
+
+
+def _unpack(dataset: h5py.Dataset, first: int, band: npt.NDArray[Any]) -> None:
+    """Read the chunk that begins with a row."""
+    unfiltered, packed = dataset.id.read_direct_chunk((first, *[0] * (band.ndim - 1)))
+    room = band.data.cast("B")
+    found = packed if unfiltered else imagecodecs.deflate_decode(packed, raw=False, out=room)
+    if len(found) != len(room):
+        raise ValueError(f"{dataset.name}: {len(found)} bytes of {len(room)}")
+    if unfiltered:
+        room[:] = found
+
+
 def _rows_per_chunk(values: npt.NDArray[Any]) -> int:
     return min(len(values), max(1, CHUNK_BYTES // max(1, values[:1].nbytes)))
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from bioptimus.errors import BioptimusError, CheckpointError, OutputError
 from bioptimus.inference.checksums import checksum, row_checksums
 from bioptimus.inference.disk import output_errors
-from bioptimus.inference.hdf5_image import DAMAGE_ERRORS, open_to_read
+from bioptimus.inference.hdf5_image import DAMAGE_ERRORS, open_to_read, values_of
 from bioptimus.inference.layout import (
     CHECKSUM,
     FORMAT,
@@ -110,13 +110,14 @@ class Result:
         self._held: h5py.File | None = None
         with self._file() as file:
             self.attributes: Mapping[str, Any] = _attributes(file)
+            found = {_decoded(name): file[name] for name in file}
             # Foreign files may hold groups, which have no shape.
             self._shapes: Mapping[str, tuple[int, ...]] = {
-                _decoded(name): getattr(file[name], "shape", ()) for name in file
+                name: getattr(each, "shape", ()) for name, each in found.items()
             }
             _check(path, self.attributes, self._shapes)
-            _check_datasets(path, file)
-            self.coords_attributes: Mapping[str, Any] = _attributes(file["coords"])
+            _check_datasets(path, found)
+            self.coords_attributes: Mapping[str, Any] = _attributes(found["coords"])
 
     def __len__(self) -> int:
         """Number of rows: tiles that were embedded or predicted."""
@@ -287,7 +288,7 @@ class Result:
 
     def _whole(self, dataset: h5py.Dataset) -> npt.NDArray[Any]:
         """All of a dataset."""
-        values: npt.NDArray[Any] = dataset[()]
+        values = values_of(dataset)
         name = dataset.name.removeprefix("/")
         wanted = dataset.attrs.get(CHECKSUM) if self._checked else None
         if wanted is not None and checksum(values) != wanted:
@@ -363,7 +364,7 @@ class Result:
             return [
                 name
                 for name, wanted in told.items()
-                if wanted is not None and checksum(file[name][...]) != wanted
+                if wanted is not None and checksum(values_of(file[name])) != wanted
             ]
 
     @checks_kinds
@@ -656,12 +657,13 @@ def _tile_of(attributes: Mapping[str, Any]) -> TileSpec:
     )
 
 
-def _check_datasets(path: Path, file: h5py.File) -> None:
+def _check_datasets(path: Path, there: Mapping[str, h5py.Dataset]) -> None:
     """Refuse datasets of which no reader could make anything, or that do not fit each other."""
+    lengths: dict[str, int] = {}
     for name, (axes, kinds) in _LAYOUT.items():
-        if name not in file:
+        if name not in there:
             continue
-        found = file[name]
+        found = there[name]
         shape: tuple[int, ...] = getattr(found, "shape", ())  # a group has none
         fits = len(shape) == axes and found.dtype.kind in kinds
         if name == "coords":
@@ -673,11 +675,12 @@ def _check_datasets(path: Path, file: h5py.File) -> None:
         if not fits:
             what = f"{found.dtype} {shape}" if shape else "no array"
             raise OutputError(f"{path}: holds {what} as {name}; make it again")
-    count = len(file["coords"])
+        lengths[name] = shape[0]
+    count = lengths["coords"]
     for name in ("features", "predictions", "tissue_ratios", ROW_CHECKSUMS):
-        if name in file and len(file[name]) != count:
+        if lengths.get(name, count) != count:
             raise OutputError(
-                f"{path}: {len(file[name])} rows of {name} for {count} of coords; make it again"
+                f"{path}: {lengths[name]} rows of {name} for {count} of coords; make it again"
             )
 
 
