@@ -576,6 +576,7 @@ def digest_parameters(
         "min tissue": planning.min_tissue,
         "tissue": tissue,
         **searched,
+        **({"tissue class": sorted(set(planning.tissue_class))} if planning.tissue_class else {}),
         "tissue mask sha256": _mask_sha256(Path(planning.tissue)) if mask_given else "",
         "keep pen": planning.keep_pen,
         # The values, not their file: a table may hold a column for each sample.

@@ -96,6 +96,7 @@ class PlanOptions:
         min_tissue: Tiles with at least this share of tissue are kept, 0..1; 0 keeps all.
         tissue: ``auto`` looks for tissue, ``none`` takes the whole scanned area, a path ending in
             ``.pt2`` asks the segmenter, any other is that of a mask (PNG or GeoJSON).
+        tissue_class: Of a mask that is GeoJSON, annotations of these classes alone; all if empty.
         keep_pen: Count pen marks as tissue.
     """
 
@@ -104,6 +105,7 @@ class PlanOptions:
     overlap_px: int | None = None
     min_tissue: float = 0.5
     tissue: str = "auto"
+    tissue_class: tuple[str, ...] = ()
     keep_pen: bool = False
 
     def __post_init__(self) -> None:
@@ -128,6 +130,8 @@ class PlanOptions:
             raise UsageError(f"min tissue {self.min_tissue}: must be a share from 0 to 1")
         if not self.tissue:
             raise UsageError("tissue: say auto, none, or the path of a mask file")
+        if not all(self.tissue_class):
+            raise UsageError("tissue class: must be the name of a class, not empty")
 
     def applied_to(self, spec: TileSpec) -> TileSpec:
         """The model's tile with these changes.
@@ -253,7 +257,7 @@ def plan_slide(
         kept=kept,
         tissue_ratios=ratios[kept],
         mask=mask,
-        warnings=(*_why_misplaced(mask, slide.bounds), *warnings),
+        warnings=(*_why_misplaced(mask, slide.bounds), *_why_mixed(mask, options), *warnings),
     )
 
 
@@ -265,7 +269,17 @@ def _find_mask(
     if by_model and segmenter is None:
         raise UsageError(f"tissue {options.tissue}: load the model and pass it as segmenter")
     if options.tissue not in ("auto", "none") and not by_model:
-        return load_mask(Path(options.tissue), dimensions=slide.dimensions, mpp=slide.mpp)
+        return load_mask(
+            Path(options.tissue),
+            dimensions=slide.dimensions,
+            mpp=slide.mpp,
+            classes=options.tissue_class,
+        )
+    if options.tissue_class:
+        raise TissueError(
+            f"{slide.name}: has no mask to take --tissue-class {', '.join(options.tissue_class)} "
+            "from; give its annotations with --tissue, or in a list's column mask"
+        )
     coarse = slide.coarse_image(TISSUE_MPP)
     if options.tissue == "none":
         return full_mask(coarse.opaque, coarse.downsample)
@@ -315,6 +329,16 @@ def _why_misplaced(mask: TissueMask, bounds: tuple[int, int, int, int] | None) -
         f"{outside:.0%} of the mask lies outside the scanned area, {width} x {height} px at "
         f"({x}, {y}): its coordinates may count from there, as QuPath's do unless the slide was "
         "imported with --no-crop",
+    )
+
+
+def _why_mixed(mask: TissueMask, options: PlanOptions) -> tuple[str, ...]:
+    """That annotations of several classes count alike, in one sentence."""
+    if options.tissue_class or len(mask.classes) < 2:
+        return ()
+    return (
+        f"the mask's annotations of {', '.join(mask.classes[:-1])} and {mask.classes[-1]} all "
+        "count as tissue; --tissue-class NAME takes those of one class alone",
     )
 
 

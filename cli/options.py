@@ -134,6 +134,14 @@ Tissue = Annotated[
         rich_help_panel=_TILES,
     ),
 ]
+TissueClass = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Of a GeoJSON mask, take annotations of this class alone; may be repeated.",
+        rich_help_panel=_TILES,
+        show_default="all but those ending in *",
+    ),
+]
 KeepPen = Annotated[
     bool, typer.Option("--keep-pen", help="Do not remove pen marks.", rich_help_panel=_TILES)
 ]

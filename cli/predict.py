@@ -47,6 +47,7 @@ def predict(
     overlap_px: opt.OverlapPx = 0,
     min_tissue: opt.MinTissue = 0.5,
     tissue: opt.Tissue = "auto",
+    tissue_class: opt.TissueClass = None,
     keep_pen: opt.KeepPen = False,
     mpp_override: opt.MppOverride = None,
     mpp_fallback: opt.MppFallback = None,

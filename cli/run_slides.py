@@ -158,6 +158,7 @@ def run_config(options: Mapping[str, Any], mode: "InferenceMode") -> "RunConfig"
                 overlap_px=options["overlap_px"],
                 min_tissue=options["min_tissue"],
                 tissue=options["tissue"],
+                tissue_class=tuple(options["tissue_class"] or ()),
                 keep_pen=options["keep_pen"],
             ),
             dtype=options["dtype"].value,

@@ -61,6 +61,7 @@ def tiles(
     overlap_px: opt.OverlapPx = 0,
     min_tissue: opt.MinTissue = 0.5,
     tissue: opt.Tissue = "auto",
+    tissue_class: opt.TissueClass = None,
     keep_pen: opt.KeepPen = False,
     mpp_override: opt.MppOverride = None,
     mpp_fallback: opt.MppFallback = None,
@@ -94,6 +95,7 @@ def tiles(
         overlap_px=overlap_px,
         min_tissue=min_tissue,
         tissue=tissue,
+        tissue_class=tuple(tissue_class or ()),
         keep_pen=keep_pen,
     )
     require_tissue_file(tissue)

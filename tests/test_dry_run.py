@@ -1,5 +1,6 @@
 """``--dry-run`` says of every input what the run would: what is new, done, or in the way."""
 
+import json
 import re
 from pathlib import Path
 
@@ -277,3 +278,25 @@ def test_column_of_rna_that_the_model_does_not_read_is_told_once_and_no_error(
     told = capsys.readouterr().err
     assert told.count("tiny reads no bulk RNA: the list's column bulk_rna is not used") == 1
     assert "r.csv" not in told
+
+
+def test_annotations_of_another_class_are_other_parameters(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    square = {"type": "Polygon", "coordinates": [[[0, 0], [99, 0], [99, 99], [0, 99]]]}
+    features = [
+        {"type": "Feature", "geometry": square, "properties": {"classification": {"name": name}}}
+        for name in ("Tumor", "Stroma")
+    ]
+    Path("mask.json").write_text(json.dumps(features))
+    words = ["embed", "slides/a.tif", "--model", str(model), "--tissue", "mask.json"]
+    assert main([*words, "--tissue-class", "Tumor", "--tissue-class", "Stroma"]) == 0
+    for classes, code, state in (
+        (["Stroma", "Tumor"], 0, "done"),
+        (["Tumor"], 1, "other parameters"),
+        ([], 1, "other parameters"),
+    ):
+        chosen = [word for name in classes for word in ("--tissue-class", name)]
+        capsys.readouterr()
+        assert main([*words, *chosen, "--dry-run"]) == code
+        assert capsys.readouterr().out.startswith(f"a.tif: {state}")

@@ -1,6 +1,8 @@
 """`bioptimus tiles` plans slides without a model, and no picture can make a slide fail."""
 
 import csv
+import io
+import json
 import os
 import shutil
 import time
@@ -381,3 +383,29 @@ def test_slide_with_one_huge_level_is_planned_block_by_block(tmp_path: Path) -> 
     assert peak < side * side * 3 / 2
     assert int(plan.rows.max()) in (22, 23)
     assert len(plan) == (int(plan.rows.max()) + 1) * 46 - (46 - plan.grid.columns) * 23
+
+
+def test_annotations_of_one_class_alone_are_planned(example_slide: Path, tmp_path: Path) -> None:
+    features = [
+        {
+            "type": "Feature",
+            "geometry": {
+                "type": "Polygon",
+                "coordinates": [[[x, 0], [x + 225, 0], [x + 225, 225], [x, 225]]],
+            },
+            "properties": {"classification": {"name": name}},
+        }
+        for name, x in (("Tumor", 0), ("Stroma", 1122))
+    ]
+    mask = tmp_path / "mask.geojson"
+    mask.write_text(json.dumps(features))
+    words = (example_slide, "--no-overview", "--csv", "-", "--min-tissue", "0.9", "--tissue")
+    both = run(*words, mask)
+    assert [row["x"] for row in csv.DictReader(io.StringIO(both.stdout))] == ["0", "1122"]
+    assert "Stroma and Tumor all count as tissue; --tissue-class NAME takes those" in both.stderr
+    one = run(*words, mask, "--tissue-class", "Tumor")
+    assert [row["x"] for row in csv.DictReader(io.StringIO(one.stdout))] == ["0"]
+    assert "count as tissue" not in one.stderr
+    none = run(*words, "auto", "--tissue-class", "Tumor")
+    assert none.exit_code == 1
+    assert "has no mask to take --tissue-class Tumor from" in none.stderr

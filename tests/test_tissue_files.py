@@ -74,6 +74,47 @@ def test_list_of_features_is_read_and_ignored_classes_are_not(tmp_path: Path) ->
     assert (load(write(tmp_path / "a.geojson", features)).mask == expected(hole=False)).all()
 
 
+OTHER = {"names": ["Stroma", "Fibrous"], "color": [1, 2, 3]}
+TRIANGLE = [[0, 0], [3200, 0], [0, 1600]]
+CLASSES = [
+    feature("Polygon", [SQUARE], classification={"name": "Tumor"}),
+    feature("Polygon", [TRIANGLE], classification=OTHER),
+    feature("Polygon", [TRIANGLE], classification={"names": ["Tumor", "Ignore*"]}),
+    feature("Polygon", [TRIANGLE]),
+]
+
+
+@pytest.mark.parametrize("classes", [("Tumor",), ("Tumor", "Necrosis")])
+def test_annotations_of_the_classes_asked_for_alone_are_tissue(
+    tmp_path: Path, classes: tuple[str, ...]
+) -> None:
+    path = write(tmp_path / "a.geojson", CLASSES[:2] + CLASSES[3:])
+    found = load_mask(path, dimensions=DIMENSIONS, mpp=MPP, classes=classes)
+    assert (found.mask == expected(hole=False)).all()
+    assert found.classes == ("Tumor",)
+
+
+def test_a_derived_class_is_asked_for_by_the_one_it_derives_from(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.geojson", CLASSES)
+    found = load_mask(path, dimensions=DIMENSIONS, mpp=MPP, classes=("Stroma",))
+    assert found.classes == ("Stroma: Fibrous",)
+    assert load(path).classes == ("Stroma: Fibrous", "Tumor")
+
+
+def test_a_mask_without_the_classes_asked_for_names_those_that_are_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.geojson", CLASSES)
+    wanted = (
+        r"^mask a\.geojson: holds Stroma: Fibrous, Tumor, Tumor: Ignore\*, no class, but none of "
+        "--tissue-class tumour"
+    )
+    with pytest.raises(TissueError, match=wanted):
+        load_mask(path, dimensions=DIMENSIONS, mpp=MPP, classes=("tumour",))
+    picture = tmp_path / "b.png"
+    Image.new("L", (100, 50)).save(picture)
+    with pytest.raises(TissueError, match=r"^mask b\.png: a PNG has no classes"):
+        load_mask(picture, dimensions=DIMENSIONS, mpp=MPP, classes=("Tumor",))
+
+
 def test_slanted_polygon_has_its_area(tmp_path: Path) -> None:
     ring = [[100.3, 90.1], [3000.7, 400.2], [1500.5, 1550.9]]
     found = load(write(tmp_path / "a.geojson", {"type": "Polygon", "coordinates": [ring]}))

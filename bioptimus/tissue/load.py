@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,36 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MOST_MASK_PIXELS = 80_000_000
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """A geometry of GeoJSON, and the class of the feature that it is of; empty if it has none."""
+
+    kind: str
+    coordinates: Any
+    of: str
+
+
 @checks_kinds
-def load_mask(path: Path, *, dimensions: tuple[int, int], mpp: tuple[float, float]) -> TissueMask:
+def load_mask(
+    path: Path,
+    *,
+    dimensions: tuple[int, int],
+    mpp: tuple[float, float],
+    classes: tuple[str, ...] = (),
+) -> TissueMask:
     """Read a tissue mask from a file.
 
     A PNG covers the whole slide at any scale; every value but 0 is tissue. Polygons of a GeoJSON
     file are in level-0 pixels counted from the slide's corner, as QuPath writes them for slides
     without bounds: a FeatureCollection, a list of features, one feature or one geometry; holes are
     left out; overlapping polygons are united; classes whose name ends in ``*`` are skipped, as
-    QuPath ignores them.
+    QuPath ignores them, unless they are asked for.
 
     Args:
         path: The file. Its content, not its name, says which kind it is.
         dimensions: (width, height) of the slide in level-0 pixels.
         mpp: (x, y) µm per level-0 pixel.
+        classes: Annotations of these alone, and of classes derived from them, are tissue.
 
     Returns:
         The mask, with method ``file``.
@@ -44,15 +61,22 @@ def load_mask(path: Path, *, dimensions: tuple[int, int], mpp: tuple[float, floa
     Raises:
         UsageError: A value is of another kind.
         TissueError: The file is missing or neither kind, has another shape than the slide, is
-            transparent in parts, or all its polygons lie outside the slide.
+            transparent in parts, all its polygons lie outside the slide, or it holds none of the
+            classes.
     """
     try:
         with path.open("rb") as file:
             start = file.read(24)
+        drawn: tuple[str, ...] = ()
         if start.startswith(PNG_SIGNATURE):
+            if classes:
+                raise TissueError(
+                    f"mask {path.name}: a PNG has no classes; leave out --tissue-class, or give "
+                    "the annotations as GeoJSON"
+                )
             mask = _read_png(path, start, dimensions)
         elif start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
-            mask = _read_geojson(path, dimensions, mpp)
+            mask, drawn = _read_geojson(path, dimensions, mpp, classes)
         else:
             raise TissueError(
                 f"mask {path.name}: neither PNG nor GeoJSON; save the mask as one of them"
@@ -64,6 +88,7 @@ def load_mask(path: Path, *, dimensions: tuple[int, int], mpp: tuple[float, floa
         downsample=(dimensions[0] / mask.shape[1], dimensions[1] / mask.shape[0]),
         method="file",
         steps=(TissueStep(name=f"mask file {path.name}", share=float(mask.mean())),),
+        classes=drawn,
     )
 
 
@@ -117,9 +142,9 @@ def _check_shape(path: Path, size: tuple[int, int], dimensions: tuple[int, int])
 
 
 def _read_geojson(
-    path: Path, dimensions: tuple[int, int], mpp: tuple[float, float]
-) -> npt.NDArray[np.bool_]:
-    """Polygons drawn at about ``MASK_MPP``."""
+    path: Path, dimensions: tuple[int, int], mpp: tuple[float, float], classes: tuple[str, ...]
+) -> tuple[npt.NDArray[np.bool_], tuple[str, ...]]:
+    """Polygons drawn at about ``MASK_MPP``, and the names of their classes."""
     try:
         document = orjson.loads(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
     except orjson.JSONDecodeError as exc:
@@ -129,7 +154,8 @@ def _read_geojson(
     to_mask = np.array([width / dimensions[0], height / dimensions[1]])
     mask = np.zeros((height, width), dtype=bool)
     outside = inside = 0
-    for rings in _polygons(path, document):
+    shapes = _chosen(path, list(_shapes(document)), classes)
+    for rings in _polygons(path, document, shapes):
         if _draw(mask, [ring * to_mask for ring in rings]):
             inside += 1
         else:
@@ -139,23 +165,43 @@ def _read_geojson(
             f"mask {path.name}: all of its {outside} polygons lie outside the slide, "
             f"{dimensions[0]} x {dimensions[1]} px; coordinates must be level-0 pixels"
         )
-    return mask
+    return mask, tuple(sorted({shape.of for shape in shapes if shape.of}))
 
 
-def _polygons(path: Path, document: Any) -> Iterator[list[Ring]]:
+def _chosen(path: Path, shapes: list[_Shape], classes: tuple[str, ...]) -> list[_Shape]:
+    """The shapes that count as tissue.
+
+    Raises:
+        TissueError: There are none of the classes asked for.
+    """
+    if not classes:
+        return [shape for shape in shapes if not shape.of.endswith("*")]
+    # QuPath calls a class that is derived from another "Tumor: Positive".
+    starts = tuple(f"{name}: " for name in classes)
+    chosen = [shape for shape in shapes if shape.of in classes or shape.of.startswith(starts)]
+    if not chosen:
+        there = ", ".join(sorted({shape.of or "no class" for shape in shapes})) or "no shapes"
+        raise TissueError(
+            f"mask {path.name}: holds {there}, but none of --tissue-class {', '.join(classes)}; "
+            "give the name of a class as it is written there"
+        )
+    return chosen
+
+
+def _polygons(path: Path, document: Any, shapes: list[_Shape]) -> Iterator[list[Ring]]:
     """Rings of every polygon, the outer one first.
 
     Raises:
         TissueError: The document is no GeoJSON, or has shapes but no polygon.
     """
-    shapes = list(_geometries(document))
     found = False
-    for kind, coordinates in shapes:
+    for shape in shapes:
+        kind = shape.kind
         if kind not in ("Polygon", "MultiPolygon"):
             continue
         found = True
         try:
-            parts = [coordinates] if kind == "Polygon" else coordinates
+            parts = [shape.coordinates] if kind == "Polygon" else shape.coordinates
             for part in parts:
                 yield [_ring(ring) for ring in part]
         except (TypeError, ValueError, IndexError) as exc:
@@ -164,34 +210,37 @@ def _polygons(path: Path, document: Any) -> Iterator[list[Ring]]:
         isinstance(document, dict) and document.get("type") == "FeatureCollection"
     )
     if not found and (shapes or not empty_collection):
-        kinds = ", ".join(sorted({kind for kind, _ in shapes})) or "no geometry"
+        kinds = ", ".join(sorted({shape.kind for shape in shapes})) or "no geometry"
         raise TissueError(f"mask {path.name}: holds {kinds}, but no Polygon or MultiPolygon")
 
 
-def _geometries(node: Any) -> Iterator[tuple[str, Any]]:
-    """(type, coordinates) of every geometry below a node."""
+def _shapes(node: Any, of: str = "") -> Iterator[_Shape]:
+    """Every geometry below a node."""
     if isinstance(node, list):
         for entry in node:
-            yield from _geometries(entry)
+            yield from _shapes(entry, of)
     elif isinstance(node, dict):
         kind = node.get("type")
         if kind == "FeatureCollection":
-            yield from _geometries(node.get("features") or [])
+            yield from _shapes(node.get("features") or [])
         elif kind == "Feature":
-            if not _ignored(node):
-                yield from _geometries(node.get("geometry"))
+            yield from _shapes(node.get("geometry"), _class_of(node))
         elif kind == "GeometryCollection":
-            yield from _geometries(node.get("geometries") or [])
+            yield from _shapes(node.get("geometries") or [], of)
         elif isinstance(kind, str) and "coordinates" in node:
-            yield kind, node["coordinates"]
+            yield _Shape(kind=kind, coordinates=node["coordinates"], of=of)
 
 
-def _ignored(feature: dict[str, Any]) -> bool:
-    """Whether QuPath's class of a feature is one that it ignores."""
+def _class_of(feature: dict[str, Any]) -> str:
+    """The name of a feature's class as QuPath shows it; empty where it has none."""
     properties = feature.get("properties")
     classification = properties.get("classification") if isinstance(properties, dict) else None
-    name = classification.get("name") if isinstance(classification, dict) else None
-    return isinstance(name, str) and name.endswith("*")
+    if isinstance(classification, dict):
+        # A class that is derived from another is a list of names.
+        names = classification.get("names") or [classification.get("name")]
+    else:
+        names = [classification]
+    return ": ".join(name for name in names if isinstance(name, str))
 
 
 def _ring(points: Any) -> Ring:

@@ -67,12 +67,14 @@ class TissueMask:
         downsample: (x, y) level-0 pixels per mask pixel; the mask's corner is the slide's.
         method: ``auto``, ``none``, ``file`` or ``model``.
         steps: What each step left, in order; empty where there were none.
+        classes: Of annotations in a file: the names of those that count as tissue.
     """
 
     mask: npt.NDArray[np.bool_]
     downsample: tuple[float, float]
     method: str
     steps: tuple[TissueStep, ...] = ()
+    classes: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:
