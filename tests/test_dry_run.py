@@ -291,6 +291,11 @@ def test_annotations_of_another_class_are_other_parameters(
     Path("mask.json").write_text(json.dumps(features))
     words = ["embed", "slides/a.tif", "--model", str(model), "--tissue", "mask.json"]
     assert main([*words, "--tissue-class", "Tumor", "--tissue-class", "Stroma"]) == 0
+    capsys.readouterr()
+    assert main([*words[:-2], "--tissue", "none"]) == 1
+    told = capsys.readouterr().err
+    assert "tissue is mask there, none now; tissue class is " in told
+    assert re.search(r"; tissue mask sha256 is [0-9a-f]{64} there, none now[;)]", told)
     for classes, code, state in (
         (["Stroma", "Tumor"], 0, "done"),
         (["Tumor"], 1, "other parameters"),

@@ -121,7 +121,7 @@ def differences(
     earlier = {name: value for name, value in EARLIER_PARAMETERS.items() if name in now}
     old, new = _flat({**earlier, **there}), _flat(now)
     words = [
-        f"{key} is {old.get(key, 'absent')} there, {new.get(key, 'absent')} {here}"
+        f"{key} is {_in_words(old, key)} there, {_in_words(new, key)} {here}"
         for key in dict.fromkeys([*old, *new])
         if old.get(key, _ABSENT) != new.get(key, _ABSENT)
     ]
@@ -130,6 +130,11 @@ def differences(
 
 
 _ABSENT = object()
+
+
+def _in_words(values: Mapping[str, Any], key: str) -> str:
+    value = values.get(key, "absent")
+    return "none" if value == "" else str(value)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
