@@ -152,6 +152,8 @@ def test_script_passes_every_word_through_the_shell_unchanged(tmp_path: Path) ->
         ("name", "a\nb"),
         ("setup", ("a\nb",)),
         ("further", ("account=lab",)),
+        ("further", ("--array=1-3",)),
+        ("further", ("-a 1-3",)),
     ],
 )
 def test_option_that_sbatch_would_misread_is_a_usage_error(option: str, value: object) -> None:

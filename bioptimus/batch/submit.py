@@ -92,6 +92,12 @@ class ArrayOptions:
         for text in self.further:
             if not text.startswith("-"):
                 raise UsageError(f"--sbatch-option {text}: give it as sbatch does: --account=lab")
+            if text.startswith(("--array", "-a")):
+                # It would win over ours, and shares without a task be left undone in silence.
+                raise UsageError(
+                    f"--sbatch-option {text}: use --tasks and --max-running, by which the slides "
+                    "are dealt out, too"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
