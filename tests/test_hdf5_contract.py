@@ -155,3 +155,4 @@ def test_the_h5py_example_runs(path: Path) -> None:
     assert names["features"].shape == (11, 12)
     assert names["x_y_um"].shape == (11, 2)
     assert names["genes"].tolist()[0] == "EPCAM"
+    assert names["failed"] == [(1344, 0, "tile 3 is damaged")]
