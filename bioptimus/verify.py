@@ -12,7 +12,7 @@ from typing import Any
 from bioptimus.batch.inputs import SlideInput, model_folder, output_path
 from bioptimus.batch.report import RUNS_FOLDER, read_accounts
 from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
-from bioptimus.counting import counted
+from bioptimus.counting import Tell, counted, tell_nobody
 from bioptimus.errors import OutputError, StoppedError, UsageError
 from bioptimus.inference.checking import Checked, Facts
 from bioptimus.inference.guard import FileEndedReaderError, ReadingProcess
@@ -73,6 +73,7 @@ def verify(
     slides: Sequence[SlideInput] | None = None,
     deep: bool = False,
     stop: StopFlag | None = None,
+    tell: Tell = tell_nobody,
 ) -> Verification:
     """Check every result below a folder.
 
@@ -84,6 +85,7 @@ def verify(
         slides: What should be there, for each model that has any result.
         deep: Read every row also of large files, not only those at the ends.
         stop: Ends the check as soon as it is set.
+        tell: Called after each file.
 
     Raises:
         StoppedError: It was.
@@ -101,9 +103,10 @@ def verify(
     paths = _paths(out, stop)
     # First, as a slide may be called a.h5.part.svs.
     results = [path for path in paths if path.suffix == ".h5"]
-    for path, checked in _checked(
-        results, stop, whole_up_to_bytes=math.inf if deep else _SMALL_BYTES
-    ):
+    whole_up_to_bytes = math.inf if deep else _SMALL_BYTES
+    each = _checked(results, stop, whole_up_to_bytes=whole_up_to_bytes)
+    for done, (path, checked) in enumerate(each, start=1):
+        tell("files", done, len(results))
         findings += [Finding(path=path, problem=problem) for problem in checked.problems]
         if checked.facts is not None:
             found[path] = checked.facts

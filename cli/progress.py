@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from bioptimus.counting import counted
+from bioptimus.counting import Tell, counted, tell_nobody
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -242,9 +242,7 @@ class BarProgress(LineProgress):
 
     def abandon(self) -> None:
         """Show the cursor again, which the bars have hidden."""
-        # Written past rich, whose locks this very thread may hold.
-        with contextlib.suppress(OSError):
-            os.write(_STDERR, _SHOW_CURSOR)
+        show_cursor()
 
     def run_started(self, slides: int) -> None:
         """Start the overall bar."""
@@ -295,6 +293,42 @@ class BarProgress(LineProgress):
 
     def _write(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def bar() -> Iterator[Tell]:
+    """One bar on a terminal, gone afterwards; nothing elsewhere.
+
+    Yields:
+        What moves it, and begins anew where it is told of something else.
+    """
+    if not sys.stderr.isatty():
+        yield tell_nobody
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = ("{task.description}", BarColumn(bar_width=24), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as progress:
+
+        def move(what: str, done: int, of: int) -> None:
+            if not progress.tasks or progress.tasks[0].description != what:
+                for task in progress.task_ids:
+                    progress.remove_task(task)
+                progress.add_task(what)
+            progress.update(progress.task_ids[0], completed=done, total=of)
+
+        yield move
+
+
+def show_cursor() -> None:
+    """Show the terminal's cursor again, which bars have hidden; in a signal handler, too."""
+    # Written past rich, whose locks this very thread may hold.
+    with contextlib.suppress(OSError):
+        if os.isatty(_STDERR):
+            os.write(_STDERR, _SHOW_CURSOR)
 
 
 def choose_progress(*, log_json: bool) -> LineProgress:

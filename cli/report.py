@@ -7,7 +7,7 @@ import typer
 
 from bioptimus.counting import counted
 from bioptimus.errors import UsageError
-from cli.progress import HELD, say, say_table, without_name
+from cli.progress import HELD, bar, say, say_table, without_name
 
 
 def report(
@@ -53,7 +53,8 @@ def report(
     if html is not None:
         from bioptimus.report_html import write_html
 
-        count = write_html(out, html)
+        with bar() as tell:
+            count = write_html(out, html, tell=tell)
         say(f"{html}: {counted(count, 'slide')}", err=True)
     unfinished = any(each["state"] in ("failed", "stopped") for each in summary.slides.values())
     return 1 if unfinished or summary.missing else 0

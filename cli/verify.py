@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bioptimus.counting import counted
-from cli.progress import say
+from cli.progress import bar, say, show_cursor
 
 
 def verify(
@@ -60,9 +60,10 @@ def verify(
                 "given them"
             )
     wanted = find_inputs(slides, exclude=[out]).slides if slides else None
-    with StopFlag() as stop:
+    with StopFlag(at_once=show_cursor) as stop:
         try:
-            found = check(out, slides=wanted, deep=deep, stop=stop)
+            with bar() as tell:
+                found = check(out, slides=wanted, deep=deep, stop=stop, tell=tell)
         except StoppedError as exc:
             raise typer.Exit(stop.exit_code or 1) from exc
     if as_json:

@@ -1,15 +1,25 @@
 """What the terminal shows while a run goes on."""
 
+import contextlib
 import io
 import json
+import os
+import pty
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.progress import Progress
 
 from bioptimus.pipeline import SlideJob, SlideReport, SlideState, Timings
-from cli.progress import BarProgress, LineProgress, event_line, one_line, slide_line
+from bioptimus.report_html import write_html
+from bioptimus.verify import verify
+from cli.progress import BarProgress, LineProgress, bar, event_line, one_line, slide_line
+from tests.result_files import make_result
 
 
 def test_tiles_of_a_slide_whose_end_was_told_do_not_end_the_display() -> None:
@@ -92,3 +102,52 @@ def test_rate_of_a_bar_counts_what_this_run_computed(monkeypatch: pytest.MonkeyP
         progress.tiles_done(job, 50)
         assert progress._progress.tasks[0].fields["rate"] == "5 tiles/s"
         monkeypatch.undo()
+
+
+def on_a_terminal(*words: str) -> str:
+    """What a command shows on one."""
+    ours, its = pty.openpty()
+    arguments = [sys.executable, "-m", "cli", *words]
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=its) as process:
+        os.close(its)
+        shown = b""
+        # It ends in an error of the terminal's, or in nothing, by system.
+        with contextlib.suppress(OSError):
+            while piece := os.read(ours, 65536):
+                shown += piece
+    os.close(ours)
+    assert process.returncode == 0
+    return shown.decode()
+
+
+def test_commands_over_many_results_show_on_a_terminal_how_far_they_are(tmp_path: Path) -> None:
+    for name in "abc":
+        make_result(tmp_path / "out" / "tiny" / f"{name}.h5")
+    assert "3/3" in on_a_terminal("verify", str(tmp_path / "out"))
+
+
+def test_many_results_are_counted_as_they_are_done(tmp_path: Path) -> None:
+    for name in "abc":
+        make_result(tmp_path / "out" / "tiny" / f"{name}.h5")
+    told: list[tuple[str, int, int]] = []
+    verify(tmp_path / "out", tell=lambda *words: told.append(words))
+    write_html(tmp_path / "out", tmp_path / "a.html", tell=lambda *words: told.append(words))
+    assert told == [
+        (what, done, 3) for what in ("files", "results", "pictures") for done in (1, 2, 3)
+    ]
+
+
+def test_a_bar_begins_anew_with_what_is_counted_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown: list[tuple[str, float]] = []
+    update = Progress.update
+
+    def noting(self: Progress, task: Any, **values: Any) -> None:
+        update(self, task, **values)
+        shown.extend((each.description, each.completed) for each in self.tasks)
+
+    monkeypatch.setattr(Progress, "update", noting)
+    with bar() as move:
+        move("results", 2, 2)
+        move("pictures", 1, 2)
+    assert shown == [("results", 2), ("pictures", 1)]

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+from bioptimus.counting import Tell, tell_nobody
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.kinds import checks_kinds
 
 
 @checks_kinds
-def write_html(out: Path, target: Path, *, pictures: bool = True) -> int:
+def write_html(out: Path, target: Path, *, pictures: bool = True, tell: Tell = tell_nobody) -> int:
     """Write the page about everything under a result folder.
 
     The page needs no network and no other file. Pictures shrink as slides become more, so that
@@ -17,6 +18,7 @@ def write_html(out: Path, target: Path, *, pictures: bool = True) -> int:
         out: Folder that ``--out`` named: result files, and ``runs/`` with the run reports.
         target: The page; its folder is made, an older page is replaced at once.
         pictures: Whether thumbnails and embedding maps are drawn, which reads every embedding.
+        tell: Called after each file that was read, and each slide that was drawn.
 
     Returns:
         Number of slides on the page.
@@ -40,10 +42,10 @@ def write_html(out: Path, target: Path, *, pictures: bool = True) -> int:
         raise UsageError(f"{out}: no such folder; give the folder that --out named")
     refuse_file(target.parent)
     refuse_folder(target)
-    run = collect(out)
+    run = collect(out, tell)
     if not run.slides and not run.runs:
         raise OutputError(f"{out}: holds neither result files nor runs/*.json")
-    text = render(run, draw_all(run) if pictures else {})
+    text = render(run, draw_all(run, tell) if pictures else {})
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned([target])

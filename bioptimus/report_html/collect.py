@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bioptimus.batch.report import Accounts, read_accounts
+from bioptimus.counting import Tell, tell_nobody
 from bioptimus.errors import BioptimusError
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class RunData:
     skipped: Mapping[str, str]
 
 
-def collect(out: Path) -> RunData:
+def collect(out: Path, tell: Tell = tell_nobody) -> RunData:
     """Read ``runs/*.json`` and every result file below a folder.
 
     A file without a report is listed all the same, a report whose file has gone says so, and
@@ -120,8 +121,10 @@ def collect(out: Path) -> RunData:
     accounts = read_accounts(out)
     slides = _reported(accounts)
     by_output = {entry.output.resolve(): key for key, entry in slides.items() if entry.output}
-    for file in sorted(filter(Path.is_file, out.rglob("*.h5"))):
+    files = sorted(filter(Path.is_file, out.rglob("*.h5")))
+    for done, file in enumerate(files, start=1):
         found = _read_file(file)
+        tell("results", done, len(files))
         if _is_foreign(found) and file.resolve() not in by_output:
             # Such as a tree for another tool, converted into the same folder.
             logger.info("%s: not a result file, passed over", file)

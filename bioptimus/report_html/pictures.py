@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bioptimus.counting import Tell, tell_nobody
 from bioptimus.errors import BioptimusError
 from bioptimus.report_html.collect import RunData, SlideEntry
 from bioptimus.view.colours import component_colours, faded
@@ -36,7 +37,7 @@ class SlidePicture:
     embedding: str = ""
 
 
-def draw_all(run: RunData) -> Mapping[str, SlidePicture]:
+def draw_all(run: RunData, tell: Tell = tell_nobody) -> Mapping[str, SlidePicture]:
     """Pictures by slide. Files that cannot be drawn are left out with a log line."""
     with_file = [
         entry for entry in run.slides if entry.state in ("ok", "empty", "skipped") and entry.output
@@ -44,7 +45,7 @@ def draw_all(run: RunData) -> Mapping[str, SlidePicture]:
     side = picture_side(len(with_file))
     fitted = _fit_by_model(with_file)
     pictures: dict[str, SlidePicture] = {}
-    for entry in with_file:
+    for done, entry in enumerate(with_file, start=1):
         source = _source(entry)
         if source is not None:
             width = 0 if source.features is None else source.features.shape[1]
@@ -52,6 +53,7 @@ def draw_all(run: RunData) -> Mapping[str, SlidePicture]:
                 pictures[entry.key] = _draw(source, fitted.get((entry.model, width)), side)
             except BioptimusError as exc:
                 logger.warning("%s; no picture of it", exc)
+        tell("pictures", done, len(with_file))
     return pictures
 
 

@@ -292,6 +292,11 @@ def source_of(result: "Result") -> SlideResult:
     Raises:
         OutputError: The file cannot be read any more, or is damaged.
     """
+    with result.held_open():
+        return _source_of(result)
+
+
+def _source_of(result: "Result") -> SlideResult:
     count = len(result)
     features = _DatasetRows(result=result, name="features", shape=(count, result.embedding_dim))
     predictions = _DatasetRows(
