@@ -207,5 +207,7 @@ def _write_png(path: Path, pixels: npt.NDArray[np.uint8]) -> None:
 def _translated(path: Path) -> Iterator[None]:
     try:
         yield
+    except BrokenPipeError:
+        raise  # the reader has had enough, as `| head`: no fault of the slide
     except OSError as exc:
         raise OutputError(f"{path}: not written: {exc.strerror or exc}") from exc

@@ -132,7 +132,7 @@ def tiles(
                     max_failed_tiles=max_failed_tiles,
                     lines_to_stderr=csv == STDOUT,
                 )
-            except UsageError:
+            except (UsageError, BrokenPipeError):
                 raise
             except BioptimusError as exc:
                 # The slide's edge: the others go on.

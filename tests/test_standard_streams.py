@@ -75,3 +75,19 @@ def test_output_that_a_full_disk_takes_a_part_of_is_told(unbuffered: str, tmp_pa
     assert told.stat().st_size in (4096, 8192)  # a shell's block has 512 or 1,024 bytes
     assert done.returncode == 1
     assert done.stderr == "error: standard output: File too large; send it elsewhere\n"
+
+
+def test_a_reader_that_has_seen_enough_of_a_table_ends_it_in_silence() -> None:
+    words = ["tiles", str(EXAMPLE_SLIDE), "--no-overview", "--csv", "-", "--tile-size-px", "32"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("slide,index,")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
