@@ -718,6 +718,32 @@ def test_an_architecture_that_needs_timm_says_so(tmp_path: Path) -> None:
         from_folder(folder, facts_key="ctranspath")
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"num_heads": 2}, ""),
+        ({"num_heads": 5}, "weights: 5 attention heads do not divide tokens of 32; state num_at"),
+        ({}, "weights: unknown how many heads there are for tokens of 32; state num_attention_h"),
+    ],
+)
+def test_heads_are_taken_from_the_configuration_or_asked_for(
+    tmp_path: Path, config: dict[str, object], words: str
+) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    facts = FACTS["h0"].vit
+    assert facts is not None
+    shape = replace(narrow(facts), width=32, heads=2, image_px=56, patch_px=14)
+    write_safetensors(folder / "model.safetensors", random_vit(shape, depth=1).state_dict())
+    more = {"architecture": "vit_mine", "mean": [0.5] * 3, "std": [0.5] * 3, "image_size": 56}
+    (folder / "config.json").write_text(json.dumps({**more, **config}))
+    if words:
+        with pytest.raises(CheckpointError, match=words):
+            from_folder(folder, overrides={"mpp": 0.5})
+    else:
+        from_folder(folder, overrides={"mpp": 0.5})
+
+
 def test_a_python_function_gives_the_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

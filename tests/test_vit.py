@@ -358,3 +358,17 @@ def test_a_pickle_of_anything_else_is_refused_in_one_line(tmp_path: Path) -> Non
         with pytest.raises(CheckpointError) as caught:
             read_weights(tmp_path)
         assert str(caught.value).startswith(told)
+
+
+def test_a_checkpoint_of_training_code_is_told_from_weights(tmp_path: Path) -> None:
+    weights = random_vit(SMALL, depth=2).state_dict()
+    wrapped = {f"module.{name}": value for name, value in weights.items()}
+    assert to_timm_names(wrapped).keys() == to_timm_names(weights).keys()
+    with pytest.raises(CheckpointError, match=r"nor pytorch_model\.bin$"):
+        read_weights(tmp_path)
+    (tmp_path / "last.ckpt").touch()
+    with pytest.raises(CheckpointError, match=r"last\.ckpt holds .*, call it pytorch_model\.bin$"):
+        read_weights(tmp_path)
+    torch.save({"epoch": 3, "model": weights}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"holds epoch, model, which are no tensors; save"):
+        read_weights(tmp_path)

@@ -84,7 +84,7 @@ def from_folder(
     if "patch_embed.proj.weight" in to_timm_names(weights):
         network: nn.Module = vit_from_weights(
             weights,
-            heads=_heads(config, facts, weights),
+            heads=_heads(folder, config, facts, weights),
             image_px=spec.tile.size_px,
             epsilon=float(config.get("layer_norm_eps", facts.vit.epsilon
                                      if facts and facts.vit else 1e-6)),
@@ -389,24 +389,34 @@ def _side(size: Any) -> int:
     return int(size[-1] if isinstance(size, list) else size)
 
 
-def _heads(config: dict[str, Any], facts: Facts | None, weights: dict[str, Any]) -> int:
+def _heads(
+    folder: Path, config: dict[str, Any], facts: Facts | None, weights: dict[str, Any]
+) -> int:
     from bioptimus.runtime.vit import to_timm_names
 
+    width = to_timm_names(weights)["patch_embed.proj.weight"].shape[0]
+    heads = _stated_heads(config, facts) or _HEADS_BY_WIDTH.get(width)
+    if heads and width % heads == 0:
+        return heads
+    known = (
+        f"{heads} attention heads do not divide"
+        if heads
+        else "unknown how many heads there are for"
+    )
+    raise CheckpointError(
+        f"{folder}: {known} tokens of {width}; state num_attention_heads in its config.json"
+    )
+
+
+def _stated_heads(config: dict[str, Any], facts: Facts | None) -> int | None:
     args = config.get("model_args") or {}
-    stated = config.get("num_attention_heads") or args.get("num_heads")
+    stated = config.get("num_attention_heads") or config.get("num_heads") or args.get("num_heads")
     if isinstance(stated, int) and stated > 0:
         return stated
     if facts and facts.vit:
         return facts.vit.heads
-    for size, heads in _HEADS_BY_NAME.items():
-        if f"vit_{size}_" in str(config.get("architecture", "")):
-            return heads
-    width = to_timm_names(weights)["patch_embed.proj.weight"].shape[0]
-    if width in _HEADS_BY_WIDTH:
-        return _HEADS_BY_WIDTH[width]
-    raise CheckpointError(
-        f"config.json does not say how many attention heads there are for tokens of {width}"
-    )
+    name = str(config.get("architecture", ""))
+    return next((n for size, n in _HEADS_BY_NAME.items() if f"vit_{size}_" in name), None)
 
 
 def _from_timm(config: dict[str, Any], facts: Facts | None, weights: dict[str, Any]) -> nn.Module:

@@ -260,7 +260,9 @@ def _fit_positions(positions: torch.Tensor, shape: VitShape) -> torch.Tensor:
     return torch.cat([positions[:, :prefix].float(), grid.flatten(2).transpose(1, 2)], 1)
 
 
+_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
 _TRANSFORMERS_NAMES = (
+    (r"^module\.", ""),  # of torch's DataParallel and DistributedDataParallel
     (r"^(vit|dinov2|model)\.", ""),
     (r"^embeddings\.cls_token", "cls_token"),
     (r"^embeddings\.register_tokens", "reg_token"),
@@ -338,7 +340,10 @@ def read_weights(folder: Path) -> tuple[Weights, list[Path]]:
         raise
     except Exception as exc:  # torch and pickle document no error types; this is their border
         raise CheckpointError(f"{folder}: weights cannot be read: {exc}") from exc
-    raise CheckpointError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin")
+    other = next((path for path in sorted(folder.iterdir()) if path.suffix in _WEIGHTS), None)
+    wanted = single.name if other and other.suffix == single.suffix else pickled.name
+    hint = f"; if {other.name} holds the weights by name, call it {wanted}" if other else ""
+    raise CheckpointError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin{hint}")
 
 
 def _read_pickled(path: Path) -> Weights:
@@ -351,7 +356,7 @@ def _read_pickled(path: Path) -> Weights:
         # Files of the format before torch 1.6 are no archives.
         mmap = zipfile.is_zipfile(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        return dict(loaded)
+        weights = dict(loaded)
     except OSError:
         raise
     except Exception as exc:  # torch and pickle document no error types; this is their border
@@ -361,6 +366,14 @@ def _read_pickled(path: Path) -> Weights:
             f"{path}: no mapping of names to tensors, which is all that is read of a pickle{more}; "
             "save the network's state_dict() there, or as model.safetensors"
         ) from exc
+    others = [str(name) for name, value in weights.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        # As training code keeps them, with the epoch and the optimiser's state.
+        raise CheckpointError(
+            f"{path}: holds {', '.join(others[:4])}, which are no tensors; save the network's "
+            "state_dict() there by itself"
+        )
+    return weights
 
 
 def read_safetensors(path: Path) -> Weights:
