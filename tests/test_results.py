@@ -17,6 +17,7 @@ import bioptimus
 from bioptimus.errors import OutputError
 from bioptimus.inference.results import FailedTile, Result, RowsName, open_result
 from bioptimus.models.types import InferenceMode
+from bioptimus.report_html import write_html
 from tests.result_files import DIM, GENES, MPP, NAMES, TILE, damage, make_result
 
 KEPT = [row for row in range(12) if row != 3]
@@ -238,6 +239,22 @@ def test_a_damaged_row_is_an_error_whichever_kind_is_read(
     # The one kind is not read for the other's sake where it is very large.
     monkeypatch.setattr("bioptimus.inference.results._MOST_READ_TO_CHECK", 0)
     assert len(open_result(path).read(asked)) == 11
+
+
+@pytest.mark.parametrize("kind", ["features", "predictions"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_what_is_no_number_is_an_error_in_files_without_checksums_too(
+    tmp_path: Path, kind: RowsName, value: float
+) -> None:
+    path = make_result(tmp_path / "a.h5")
+    with h5py.File(path, "r+") as file:
+        file[kind][5, 1] = value
+        del file["row_crc32"]
+    for start in (0, 4):
+        with pytest.raises(OutputError, match=f"has NaN or Inf in {kind} of row 5, which"):
+            open_result(path).read(kind, start)
+    assert not np.isfinite(open_result(path, check=False).read(kind)).all()
+    assert write_html(tmp_path, tmp_path / "a.html") == 1
 
 
 def test_rows_of_one_kind_are_looked_at_and_files_without_checksums_are_read(

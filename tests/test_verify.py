@@ -101,6 +101,22 @@ def lose(dataset: str) -> Callable[[Path], None]:
     return damage
 
 
+def replace(dataset: str, values: np.ndarray[Any, Any]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with h5py.File(path, "r+") as file:
+            attributes = dict(file[dataset].attrs)
+            del file[dataset]
+            file[dataset] = values
+            file[dataset].attrs.update(attributes)
+
+    return damage
+
+
+def lose_downsample(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        del file["tissue_mask"].attrs["downsample"]
+
+
 def set_coords_attribute(name: str, value: object) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         with h5py.File(path, "r+") as file:
@@ -117,8 +133,8 @@ def set_coords_attribute(name: str, value: object) -> Callable[[Path], None]:
         (set_attribute("digest", "00"), "its digest is not that of its parameters"),
         (set_attribute("digest_parameters", '{"x": 1}'), "its digest is not that of"),
         (set_attribute("digest_parameters", '{"x": '), "its digest is not that of"),
-        (set_attribute("tiles_planned", 20), "has 11 rows and 1 failed tiles of 20 planned"),
-        (set_attribute("tiles_failed", 2), "lists 1 failed tiles and says 2"),
+        (set_attribute("tiles_planned", 20), "has 11 rows and 1 failed tile of 20 planned"),
+        (set_attribute("tiles_failed", 2), "lists 1 failed tile and says 2"),
         (set_attribute("state", "empty"), "has state empty with 12 tiles planned"),
         (set_attribute("mode", "embedding"), "has 3 predicted values in mode embedding"),
         (set_attribute("mode", "Embedding"), "has a mode or model_spec that says nothing"),
@@ -128,11 +144,15 @@ def set_coords_attribute(name: str, value: object) -> Callable[[Path], None]:
         (lose("features"), "has 0 embedding values in mode prediction_with_embedding"),
         (widen("features"), "holds float64 as features, not float32 or float16"),
         (widen("predictions"), "holds float64 as predictions, not float32 or float16"),
+        (replace("thumbnail", np.zeros((0, 0, 3), np.uint8)), "holds uint8 (0, 0, 3) as thumbnail"),
+        (replace("thumbnail", np.zeros((2, 2, 4), np.uint8)), "holds uint8 (2, 2, 4) as thumbnail"),
+        (replace("output_names", np.array(["A"], "S1")), "has 1 name for 3 predicted values"),
+        (lose_downsample, "lacks the attribute downsample of tissue_mask"),
         (lose("coords"), "lacks the dataset coords"),
-        (set_value("features", 5, np.nan), "has 1 rows of features with NaN or Inf"),
-        (set_value("predictions", 0, np.inf), "has 1 rows of predictions with NaN or Inf"),
+        (set_value("features", 5, np.nan), "has 1 row of features with NaN or Inf"),
+        (set_value("predictions", 0, np.inf), "has 1 row of predictions with NaN or Inf"),
         (set_value("coords", 2, [0, 0]), "has two rows for one tile"),
-        (set_value("coords", 2, [2240, 0]), "has 1 tiles whose corner is outside the slide"),
+        (set_value("coords", 2, [2240, 0]), "has 1 tile whose corner is outside the slide"),
         (set_value("tissue_ratios", 2, np.nan), "has tissue ratios outside 0 to 1"),
         # Facts that stand in two places.
         (set_attribute("mpp_x", 0.5), "says level0_magnification of coords is 40.0, 10 / mpp_x 20"),
@@ -438,7 +458,7 @@ def test_deep_reads_what_the_fast_check_leaves_out_of_large_files(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_value("features", 300, np.nan)(out / "other" / "a.h5")
-    found = ["other/a.h5: has 1 rows of features with NaN or Inf"]
+    found = ["other/a.h5: has 1 row of features with NaN or Inf"]
     row_bytes = 4 * (DIM + len(NAMES))
     monkeypatch.setattr("bioptimus.verify._SMALL_BYTES", 599 * row_bytes)
     assert problems(out) == found

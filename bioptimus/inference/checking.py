@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from bioptimus.counting import counted
 from bioptimus.errors import OutputError
 from bioptimus.inference import guard
 from bioptimus.inference.checksums import row_checksums
@@ -116,9 +117,10 @@ def _problems(result: Result, *, whole: bool) -> Iterator[str]:
     failed = len(result.failed_tiles)
     planned = attributes.get("tiles_planned")
     if planned != len(result) + failed:
-        yield f"has {len(result)} rows and {failed} failed tiles of {planned} planned"
+        there = f"{counted(len(result), 'row')} and {counted(failed, 'failed tile')}"
+        yield f"has {there} of {planned} planned"
     if attributes.get("tiles_failed") != failed:
-        yield f"lists {failed} failed tiles and says {attributes.get('tiles_failed')}"
+        yield f"lists {counted(failed, 'failed tile')} and says {attributes.get('tiles_failed')}"
     if (result.state == "empty") != (planned == 0):
         yield f"has state {result.state} with {planned} tiles planned"
     if not _has_own_digest(result):
@@ -200,15 +202,14 @@ def _mode_problems(result: Result) -> Iterator[str]:
         yield f"has {result.embedding_dim} embedding values in mode {result.mode}"
     if result.mode.wants_prediction != bool(result.prediction_dim):
         yield f"has {result.prediction_dim} predicted values in mode {result.mode}"
-    if result.prediction_dim and len(result.output_names) != result.prediction_dim:
-        yield f"has {len(result.output_names)} names for {result.prediction_dim} predicted values"
 
 
 def _position_problems(result: Result) -> Iterator[str]:
     coords = result.coords
     outside = (coords < 0) | (coords >= np.array(result.dimensions))
     if outside.any():
-        yield f"has {int(outside.any(axis=1).sum())} tiles whose corner is outside the slide"
+        count = int(outside.any(axis=1).sum())
+        yield f"has {counted(count, 'tile')} whose corner is outside the slide"
     if len(np.unique(coords, axis=0)) != len(coords):
         yield "has two rows for one tile"
     ratios = result.tissue_ratios
@@ -243,7 +244,7 @@ def _row_problems(result: Result, *, whole: bool) -> Iterator[str]:
             changed += (first + np.flatnonzero(other)).tolist()
     for name, bad in not_finite.items():
         if bad:
-            yield f"has {bad} rows of {name} with NaN or Inf"
+            yield f"has {counted(bad, 'row')} of {name} with NaN or Inf"
     if changed:
         where = f"row {changed[0]}" if len(changed) == 1 else f"{len(changed)} rows"
         start = "" if len(changed) == 1 else f", the first of them row {changed[0]}"

@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from bioptimus.counting import counted
 from bioptimus.errors import BioptimusError, CheckpointError, OutputError
 from bioptimus.inference.checksums import checksum, row_checksums
 from bioptimus.inference.disk import output_errors
@@ -313,10 +314,17 @@ class Result:
         most_bytes: float = math.inf,
     ) -> None:
         kinds = self._kinds
-        if not (self._checked and self.has_row_checksums and name in kinds):
+        if not (self._checked and name in kinds):
             return
         # One checksum is over both kinds of a row, so the other one has to be read as well.
-        if any(kind != name and file[kind].nbytes > most_bytes for kind in kinds):
+        others = [file[kind].nbytes for kind in kinds if kind != name]
+        if not self.has_row_checksums or any(nbytes > most_bytes for nbytes in others):
+            bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+            if len(bad):
+                raise OutputError(
+                    f"{self.path}: has NaN or Inf in {name} of row {rows.start + int(bad[0])}, "
+                    "which no result has as it is written; make it again with --overwrite"
+                )
             return
         sums: npt.NDArray[np.uint32] | None = None
         for kind in kinds:
@@ -672,10 +680,20 @@ def _check_datasets(path: Path, there: Mapping[str, h5py.Dataset]) -> None:
             fits = fits and h5py.check_string_dtype(found.dtype) is not None
         if name == "failed_tiles":
             fits = fits and found.dtype.names == ("x", "y", "stage", "reason")
+        if name in ("thumbnail", "tissue_mask"):
+            fits = fits and min(shape) > 0 and shape[2:] in ((), (3,))
         if not fits:
             what = f"{found.dtype} {shape}" if shape else "no array"
             raise OutputError(f"{path}: holds {what} as {name}; make it again")
+        if name in ("thumbnail", "tissue_mask") and "downsample" not in found.attrs:
+            raise OutputError(f"{path}: lacks the attribute downsample of {name}; make it again")
         lengths[name] = shape[0]
+    names, values = lengths.get("output_names"), there.get("predictions")
+    if names and values is not None and names != values.shape[1]:
+        raise OutputError(
+            f"{path}: has {counted(names, 'name')} for {values.shape[1]} predicted values; make it "
+            "again"
+        )
     count = lengths["coords"]
     for name in ("features", "predictions", "tissue_ratios", ROW_CHECKSUMS):
         if lengths.get(name, count) != count:
