@@ -566,7 +566,8 @@ def digest_parameters(
     mask_given = planning.tissue not in ("auto", "none")
     # A mask counts by its content, not by its path.
     tissue = "mask" if mask_given else planning.tissue
-    searched = {"tissue search version": SEARCH_VERSION} if tissue == "auto" else {}
+    within = mask_given and planning.search_in_mask
+    searched = {"tissue search version": SEARCH_VERSION} if within or tissue == "auto" else {}
     return {
         "slide size (bytes)": slide.size_bytes,
         "slide quickhash": slide.quickhash,
@@ -576,6 +577,7 @@ def digest_parameters(
         "min tissue": planning.min_tissue,
         "tissue": tissue,
         **searched,
+        **({"search in mask": True} if within else {}),
         **({"tissue class": sorted(set(planning.tissue_class))} if planning.tissue_class else {}),
         "tissue mask sha256": _mask_sha256(Path(planning.tissue)) if mask_given else "",
         "keep pen": planning.keep_pen,

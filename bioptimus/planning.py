@@ -97,6 +97,8 @@ class PlanOptions:
         tissue: ``auto`` looks for tissue, ``none`` takes the whole scanned area, a path ending in
             ``.pt2`` asks the segmenter, any other is that of a mask (PNG or GeoJSON).
         tissue_class: Of a mask that is GeoJSON, annotations of these classes alone; all if empty.
+        search_in_mask: Take of a mask only what the search finds to be tissue; where there is no
+            mask, all that it finds.
         keep_pen: Count pen marks as tissue.
     """
 
@@ -106,6 +108,7 @@ class PlanOptions:
     min_tissue: float = 0.5
     tissue: str = "auto"
     tissue_class: tuple[str, ...] = ()
+    search_in_mask: bool = False
     keep_pen: bool = False
 
     def __post_init__(self) -> None:
@@ -132,6 +135,8 @@ class PlanOptions:
             raise UsageError("tissue: say auto, none, or the path of a mask file")
         if not all(self.tissue_class):
             raise UsageError("tissue class: must be the name of a class, not empty")
+        if self.search_in_mask and (self.tissue == "none" or is_tissue_model(self.tissue)):
+            raise UsageError(f"search in mask: tissue {self.tissue} is no mask; give one, or auto")
 
     def applied_to(self, spec: TileSpec) -> TileSpec:
         """The model's tile with these changes.
@@ -248,7 +253,12 @@ def plan_slide(
             f"{slide.name}: {grid.columns} x {grid.rows} tiles, one every {step_um:g} µm, are more "
             f"than {_MOST_POSITIONS:,}; pass larger tiles or a smaller --overlap-px"
         )
-    mask = _find_mask(slide, options, segmenter)
+    drawn = _drawn_mask(slide, options)
+    mask = drawn
+    if mask is None or options.search_in_mask:
+        mask = _found_mask(slide, options, segmenter)
+    if drawn is not None and options.search_in_mask:
+        mask = _inside(mask, drawn)
     ratios = tissue_ratios(mask, grid)
     kept = np.flatnonzero(ratios >= options.min_tissue).astype(np.int64)
     warnings = _why_empty(mask, ratios, options, grid) if len(kept) == 0 else ()
@@ -257,18 +267,13 @@ def plan_slide(
         kept=kept,
         tissue_ratios=ratios[kept],
         mask=mask,
-        warnings=(*_why_misplaced(mask, slide.bounds), *_why_mixed(mask, options), *warnings),
+        warnings=(*_why_misplaced(drawn, slide.bounds), *_why_mixed(drawn, options), *warnings),
     )
 
 
-def _find_mask(
-    slide: PlannableSlide, options: PlanOptions, segmenter: Segmenter | None
-) -> TissueMask:
-    """The mask that the options ask for; only a mask file leaves the slide's pixels unread."""
-    by_model = is_tissue_model(options.tissue)
-    if by_model and segmenter is None:
-        raise UsageError(f"tissue {options.tissue}: load the model and pass it as segmenter")
-    if options.tissue not in ("auto", "none") and not by_model:
+def _drawn_mask(slide: PlannableSlide, options: PlanOptions) -> TissueMask | None:
+    """The mask of a file; None where none is given."""
+    if options.tissue not in ("auto", "none") and not is_tissue_model(options.tissue):
         return load_mask(
             Path(options.tissue),
             dimensions=slide.dimensions,
@@ -280,6 +285,27 @@ def _find_mask(
             f"{slide.name}: has no mask to take --tissue-class {', '.join(options.tissue_class)} "
             "from; give its annotations with --tissue, or in a list's column mask"
         )
+    return None
+
+
+def _inside(found: TissueMask, drawn: TissueMask) -> TissueMask:
+    """What was found where the mask of a file is true, by the middle of each pixel found."""
+    height, width = found.mask.shape
+    rows = (np.arange(height) + 0.5) * found.downsample[1] / drawn.downsample[1]
+    columns = (np.arange(width) + 0.5) * found.downsample[0] / drawn.downsample[0]
+    rows = np.clip(rows, 0, drawn.mask.shape[0] - 1).astype(np.int64)
+    columns = np.clip(columns, 0, drawn.mask.shape[1] - 1).astype(np.int64)
+    mask = found.mask & drawn.mask[np.ix_(rows, columns)]
+    step = TissueStep(name=drawn.steps[-1].name, share=float(mask.mean()))
+    return replace(found, mask=mask, method="file and auto", steps=(*found.steps, step))
+
+
+def _found_mask(
+    slide: PlannableSlide, options: PlanOptions, segmenter: Segmenter | None
+) -> TissueMask:
+    """The mask that the slide's pixels give."""
+    if is_tissue_model(options.tissue) and segmenter is None:
+        raise UsageError(f"tissue {options.tissue}: load the model and pass it as segmenter")
     coarse = slide.coarse_image(TISSUE_MPP)
     if options.tissue == "none":
         return full_mask(coarse.opaque, coarse.downsample)
@@ -314,9 +340,11 @@ def _segmented(name: str, coarse: CoarseImage, segmenter: Segmenter) -> TissueMa
     return TissueMask(mask=mask, downsample=coarse.downsample, method="model", steps=(step,))
 
 
-def _why_misplaced(mask: TissueMask, bounds: tuple[int, int, int, int] | None) -> tuple[str, ...]:
-    """That a mask covers what was not scanned, in one sentence."""
-    if bounds is None or mask.method != "file":
+def _why_misplaced(
+    mask: TissueMask | None, bounds: tuple[int, int, int, int] | None
+) -> tuple[str, ...]:
+    """That a mask of a file covers what was not scanned, in one sentence."""
+    if bounds is None or mask is None:
         return ()
     x, y, width, height = bounds
     left, right = x / mask.downsample[0], (x + width) / mask.downsample[0]
@@ -332,9 +360,9 @@ def _why_misplaced(mask: TissueMask, bounds: tuple[int, int, int, int] | None) -
     )
 
 
-def _why_mixed(mask: TissueMask, options: PlanOptions) -> tuple[str, ...]:
+def _why_mixed(mask: TissueMask | None, options: PlanOptions) -> tuple[str, ...]:
     """That annotations of several classes count alike, in one sentence."""
-    if options.tissue_class or len(mask.classes) < 2:
+    if options.tissue_class or mask is None or len(mask.classes) < 2:
         return ()
     return (
         f"the mask's annotations of {', '.join(mask.classes[:-1])} and {mask.classes[-1]} all "

@@ -30,6 +30,7 @@ def embed(
     min_tissue: opt.MinTissue = 0.5,
     tissue: opt.Tissue = "auto",
     tissue_class: opt.TissueClass = None,
+    search_in_mask: opt.SearchInMask = False,
     keep_pen: opt.KeepPen = False,
     mpp_override: opt.MppOverride = None,
     mpp_fallback: opt.MppFallback = None,

@@ -142,6 +142,14 @@ TissueClass = Annotated[
         show_default="all but those ending in *",
     ),
 ]
+SearchInMask = Annotated[
+    bool,
+    typer.Option(
+        "--search-in-mask",
+        help="Take of a mask only what auto finds to be tissue, not the glass in it.",
+        rich_help_panel=_TILES,
+    ),
+]
 KeepPen = Annotated[
     bool, typer.Option("--keep-pen", help="Do not remove pen marks.", rich_help_panel=_TILES)
 ]

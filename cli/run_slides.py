@@ -159,6 +159,7 @@ def run_config(options: Mapping[str, Any], mode: "InferenceMode") -> "RunConfig"
                 min_tissue=options["min_tissue"],
                 tissue=options["tissue"],
                 tissue_class=tuple(options["tissue_class"] or ()),
+                search_in_mask=options["search_in_mask"],
                 keep_pen=options["keep_pen"],
             ),
             dtype=options["dtype"].value,

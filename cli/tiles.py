@@ -62,6 +62,7 @@ def tiles(
     min_tissue: opt.MinTissue = 0.5,
     tissue: opt.Tissue = "auto",
     tissue_class: opt.TissueClass = None,
+    search_in_mask: opt.SearchInMask = False,
     keep_pen: opt.KeepPen = False,
     mpp_override: opt.MppOverride = None,
     mpp_fallback: opt.MppFallback = None,
@@ -96,6 +97,7 @@ def tiles(
         min_tissue=min_tissue,
         tissue=tissue,
         tissue_class=tuple(tissue_class or ()),
+        search_in_mask=search_in_mask,
         keep_pen=keep_pen,
     )
     require_tissue_file(tissue)

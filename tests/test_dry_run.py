@@ -300,8 +300,11 @@ def test_annotations_of_another_class_are_other_parameters(
         (["Stroma", "Tumor"], 0, "done"),
         (["Tumor"], 1, "other parameters"),
         ([], 1, "other parameters"),
+        (["Stroma", "Tumor", "--search-in-mask"], 1, "other parameters"),
     ):
-        chosen = [word for name in classes for word in ("--tissue-class", name)]
+        named = [name for name in classes if not name.startswith("-")]
+        chosen = [word for name in named for word in ("--tissue-class", name)]
+        chosen += classes[len(named) :]
         capsys.readouterr()
         assert main([*words, *chosen, "--dry-run"]) == code
         assert capsys.readouterr().out.startswith(f"a.tif: {state}")

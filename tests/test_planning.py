@@ -194,3 +194,36 @@ def test_coordinates_are_computed_once_however_often_they_are_asked_for() -> Non
     """One lookup per tile must not cost a pass over all tiles."""
     plan = plan_slide(FakeSlide(np.full((140, 140, 3), 128, dtype=np.uint8)), SPEC)
     assert plan.coords is plan.coords
+
+
+@pytest.mark.parametrize("finer", [1, 3])
+def test_of_a_mask_only_what_the_search_finds_is_kept_where_that_is_asked_for(
+    tmp_path: Path, finer: int
+) -> None:
+    slide = slide_with_tissue()  # in columns 0 to 3
+    slide.bounds = (0, 0, 1000, 2240)
+    drawn = np.zeros((140, 280), dtype=np.uint8)
+    drawn[: 14 * 2, 14 * 2 :] = 1  # two rows of tiles, columns 2 to 19
+    path = tmp_path / "mask.png"
+    Image.fromarray(drawn.repeat(finer, axis=0).repeat(finer, axis=1)).save(path)
+    alone = plan_slide(slide, SPEC, PlanOptions(tissue=str(path)))
+    assert len(alone) == 2 * 18
+    plan = plan_slide(slide, SPEC, PlanOptions(tissue=str(path), search_in_mask=True))
+    assert plan.coords.tolist() == [[x * 224, y * 224] for y in range(2) for x in (2, 3)]
+    assert plan.mask.method == "file and auto"
+    assert "of the mask lies outside the scanned area" in alone.warnings[0]
+    assert plan.warnings == alone.warnings
+    every = PlanOptions(search_in_mask=True)
+    assert len(plan_slide(slide, SPEC, every)) == len(plan_slide(slide, SPEC))
+    drawn[:] = 0
+    drawn[:, 14 * 10 :] = 1  # glass alone
+    Image.fromarray(drawn).save(path)
+    empty = plan_slide(slide, SPEC, PlanOptions(tissue=str(path), search_in_mask=True))
+    assert len(empty) == 0
+    assert empty.warnings[-1].endswith("nothing was left after the step 'mask file mask.png'")
+
+
+@pytest.mark.parametrize("tissue", ["none", "tissue.pt2"])
+def test_a_search_in_what_is_no_mask_is_refused(tissue: str) -> None:
+    with pytest.raises(UsageError, match=f"search in mask: tissue {tissue} is no mask"):
+        PlanOptions(tissue=tissue, search_in_mask=True)

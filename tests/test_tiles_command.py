@@ -406,6 +406,8 @@ def test_annotations_of_one_class_alone_are_planned(example_slide: Path, tmp_pat
     one = run(*words, mask, "--tissue-class", "Tumor")
     assert [row["x"] for row in csv.DictReader(io.StringIO(one.stdout))] == ["0"]
     assert "count as tissue" not in one.stderr
+    stained = run(*words, mask, "--search-in-mask")
+    assert [row["x"] for row in csv.DictReader(io.StringIO(stained.stdout))] == []
     none = run(*words, "auto", "--tissue-class", "Tumor")
     assert none.exit_code == 1
     assert "has no mask to take --tissue-class Tumor from" in none.stderr

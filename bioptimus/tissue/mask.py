@@ -65,7 +65,7 @@ class TissueMask:
     Attributes:
         mask: Boolean array (height, width); true is tissue.
         downsample: (x, y) level-0 pixels per mask pixel; the mask's corner is the slide's.
-        method: ``auto``, ``none``, ``file`` or ``model``.
+        method: ``auto``, ``none``, ``file``, ``file and auto`` or ``model``.
         steps: What each step left, in order; empty where there were none.
         classes: Of annotations in a file: the names of those that count as tissue.
     """
