@@ -11,6 +11,7 @@ from typing import Any
 
 from bioptimus.batch.inputs import SlideInput, model_folder, output_path
 from bioptimus.batch.report import RUNS_FOLDER, read_accounts
+from bioptimus.batch.result_files import files_below, why_not_listed
 from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
 from bioptimus.counting import Tell, counted, tell_nobody
 from bioptimus.errors import OutputError, StoppedError, UsageError
@@ -100,7 +101,8 @@ def verify(
     findings: list[Finding] = []
     found: dict[Path, Facts] = {}
     stop = stop or StopFlag()
-    paths = _paths(out, stop)
+    paths, not_listed = _paths(out, stop)
+    findings += not_listed
     # First, as a slide may be called a.h5.part.svs.
     results = [path for path in paths if path.suffix == ".h5"]
     whole_up_to_bytes = math.inf if deep else _SMALL_BYTES
@@ -131,16 +133,22 @@ def verify(
     )
 
 
-def _paths(out: Path, stop: StopFlag) -> list[Path]:
-    """One result, or everything that a run may have left below a folder."""
+def _paths(out: Path, stop: StopFlag) -> tuple[list[Path], list[Finding]]:
+    """One result, or everything that a run may have left below a folder, as far as it is shown."""
     if out.is_file():
-        return [out]
-    paths = []
-    for path in out.rglob("*.h5*"):
+        return [out], []
+    paths: list[Path] = []
+    hidden: list[Finding] = []
+
+    def not_listed(error: OSError) -> None:
+        folder, _, problem = why_not_listed(error).partition(": ")
+        hidden.append(Finding(path=Path(folder), problem=problem))
+
+    for path in files_below(out, not_listed):
         _end_if_told(stop)
-        if path.is_file():
+        if ".h5" in path.name:
             paths.append(path)
-    return sorted(paths)
+    return sorted(paths), hidden
 
 
 def _end_if_told(stop: StopFlag) -> None:

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,10 @@ import pytest
 from bioptimus.batch.inputs import find_inputs
 from bioptimus.batch.signals import StopFlag
 from bioptimus.errors import OutputError, UsageError
+from bioptimus.inference import hdf5_image
 from bioptimus.inference.layout import digest_of
+from bioptimus.inference.results import open_result
+from bioptimus.report_html import write_html
 from bioptimus.verify import verify
 from cli.main import main
 from tests.result_files import DIM, NAMES, crashing, endless, make_result
@@ -611,3 +615,60 @@ def test_results_of_several_kinds_in_one_folder_are_a_note(tmp_path: Path) -> No
     assert notes(tmp_path) == [f"tiny: {fact}"]
     make("tiny/d.h5", dtype="float16")
     assert notes(tmp_path)[0].endswith("1.0 here; 1 more kind")
+
+
+@pytest.fixture
+def hidden(out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder within, which the system does not show."""
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if Path(path) == out / "tiny" / "sub":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    return out / "tiny" / "sub"
+
+
+def test_a_folder_that_cannot_be_looked_into_is_told(
+    out: Path, hidden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = (
+        f"{hidden}: cannot be looked into (Permission denied); check its permissions and the mount"
+    )
+    assert main(["verify", str(out)]) == 1
+    assert capsys.readouterr() == (f"{why}\n", "2 files, 610 tiles, 1 finding\n")
+    commands = (
+        ["convert", str(out), "--to", "npz", "--out", str(tmp_path / "npz")],
+        ["view", str(out), "--overview", "--no-slide", "--out", str(tmp_path / "view")],
+    )
+    for words in commands:
+        assert main(words) == 0
+        assert capsys.readouterr().err == f"WARNING: {why}; what is in it is left out\n"
+    assert write_html(out, tmp_path / "a.html") == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied; check its permi"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error; check its permissions"),
+    ],
+)
+def test_what_the_system_refuses_is_not_called_damaged(
+    out: Path, error: OSError, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = out / "tiny" / "a.h5"
+    result = open_result(path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(hdf5_image, "_looked_at", {})
+    with pytest.raises(OutputError, match=f"a.h5: cannot be read: {words}"):
+        _ = result.features
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(OutputError, match=f"a.h5: cannot be read: {words}"):
+        open_result(path)

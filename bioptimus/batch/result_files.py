@@ -1,12 +1,16 @@
 """Which result files a command is about: from files, folders and globs."""
 
 import glob
+import logging
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
 
 from bioptimus.batch.inputs import static_folder
 from bioptimus.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 RESULT_SUFFIX = ".h5"
 
@@ -43,11 +47,50 @@ def find_results(arguments: Sequence[Path], *, exclude: Path | None = None) -> d
 
 def _in_folder(folder: Path, exclude: Path | None) -> list[Path]:
     apart = exclude if exclude and not _same(exclude, folder) else None
-    return sorted(
-        path
-        for path in folder.rglob(f"*{RESULT_SUFFIX}")
-        if path.is_file() and not (apart and _is_below(path, apart))
+    return [path for path in results_below(folder) if not (apart and _is_below(path, apart))]
+
+
+def results_below(folder: Path) -> list[Path]:
+    """Files below a folder that are called as results are, sorted.
+
+    Folders that cannot be looked into are left out with a warning.
+    """
+
+    def warn(error: OSError) -> None:
+        log.warning("%s; what is in it is left out", why_not_listed(error))
+
+    return sorted(path for path in files_below(folder, warn) if path.name.endswith(RESULT_SUFFIX))
+
+
+def files_below(folder: Path, not_listed: Callable[[OSError], None]) -> Iterator[Path]:
+    """Every file below a folder, to the bottom; links to folders are not followed.
+
+    Args:
+        folder: The folder.
+        not_listed: Called for each folder that cannot be looked into.
+    """
+    for place, _, names in os.walk(folder, onerror=not_listed):
+        for name in names:
+            path = Path(place, name)
+            if _may_be_file(path):
+                yield path
+
+
+def why_not_listed(error: OSError) -> str:
+    """Say of a folder that it cannot be looked into."""
+    return (
+        f"{error.filename}: cannot be looked into ({error.strerror}); check its permissions and "
+        "the mount"
     )
+
+
+def _may_be_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False  # a link to nothing, or gone by now
+    except OSError:
+        return True  # who reads it is told why not
 
 
 def _matching(pattern: str, exclude: Path | None) -> list[Path]:

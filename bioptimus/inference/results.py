@@ -1,8 +1,10 @@
 """Reading result files: :func:`open_result`. The slide itself is not needed."""
 
+import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +21,6 @@ import numpy.typing as npt
 from bioptimus.counting import counted
 from bioptimus.errors import BioptimusError, CheckpointError, OutputError
 from bioptimus.inference.checksums import checksum, row_checksums
-from bioptimus.inference.disk import output_errors
 from bioptimus.inference.hdf5_image import DAMAGE_ERRORS, open_to_read, values_of
 from bioptimus.inference.layout import (
     CHECKSUM,
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 _MOST_READ_TO_CHECK = 1 << 30
 # Rows that are read at a time, where only a part of them or their checksum is wanted.
 _BLOCK_BYTES = 16 << 20
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_CHECK_DISK = "check its permissions and the mount"
+_MAKE_AGAIN = "it is damaged or not a result file; move it away and make it again"
 # Attributes that a reader divides by.
 _POSITIVE = ("slide_width", "slide_height", "mpp_x", "mpp_y", "tile_size_px", "tile_mpp")
 
@@ -567,14 +571,18 @@ class Result:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        advice = "it is damaged or not a result file; move it away and make it again"
         try:
-            with output_errors(self.path, "cannot be read", advice=advice):
-                yield
+            yield
         except BioptimusError:
             raise
         except DAMAGE_ERRORS as exc:
-            raise OutputError(f"{self.path}: cannot be read: {exc}; {advice}") from exc
+            # HDF5 tells of a failed read in several lines, and of damage without a number.
+            advice, words = _MAKE_AGAIN, str(exc)
+            if isinstance(exc, OSError) and exc.errno is not None:
+                advice, words = _CHECK_DISK, str(exc.strerror)
+            raise OutputError(
+                f"{self.path}: cannot be read: {' '.join(words.split())}; {advice}"
+            ) from exc
 
     def _strings(self, name: str) -> tuple[str, ...]:
         with self._file() as file:
@@ -609,15 +617,19 @@ def open_result(path: Path | str, *, check: bool = True) -> Result:
     path = Path(path)
     if path.name.endswith(PART_SUFFIX):
         raise OutputError(f"{path}: is unfinished; run the same command again to go on with it")
-    # Not by Path's methods, which raise where a name cannot be one.
-    if not os.path.exists(path):
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as exc:  # the latter where a name cannot be one
+        if isinstance(exc, OSError) and exc.errno not in _ABSENT:
+            words = f"cannot be read: {exc.strerror}; {_CHECK_DISK}"
+            raise OutputError(f"{path}: {words}") from exc
         part = path.with_name(path.name + PART_SUFFIX)
         unfinished = "it is unfinished; run the same command again"
         hint = unfinished if os.path.exists(part) else "check the path"
-        raise OutputError(f"{path}: no such file; {hint}")
-    if path.is_dir():
+        raise OutputError(f"{path}: no such file; {hint}") from exc
+    if stat.S_ISDIR(found.st_mode):
         raise OutputError(f"{path}: is a folder; name one of the result files in it")
-    if not path.stat().st_size:
+    if not found.st_size:
         raise OutputError(f"{path}: is empty (0 bytes); remove it and make it again")
     return Result(path, check=check)
 

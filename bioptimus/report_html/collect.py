@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bioptimus.batch.report import Accounts, read_accounts
+from bioptimus.batch.result_files import results_below
 from bioptimus.counting import Tell, tell_nobody
 from bioptimus.errors import BioptimusError
 
@@ -121,7 +122,7 @@ def collect(out: Path, tell: Tell = tell_nobody) -> RunData:
     accounts = read_accounts(out)
     slides = _reported(accounts)
     by_output = {entry.output.resolve(): key for key, entry in slides.items() if entry.output}
-    files = sorted(filter(Path.is_file, out.rglob("*.h5")))
+    files = results_below(out)
     for done, file in enumerate(files, start=1):
         found = _read_file(file)
         tell("results", done, len(files))

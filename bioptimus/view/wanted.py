@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
+from bioptimus.batch.result_files import results_below
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.disk import refuse_file, refuse_folder, remove_abandoned
 from bioptimus.view import figures
@@ -420,7 +421,7 @@ def _result_files(folder: Path) -> Sequence[Path]:
     if not folder.is_dir():
         there = "is a file, not a folder" if folder.exists() else "no such folder"
         raise UsageError(f"--fit-on {folder}: {there}")
-    paths = sorted(folder.rglob("*.h5"))
+    paths = results_below(folder)
     if not paths:
         raise UsageError(f"--fit-on {folder}: holds no result files (*.h5)")
     return paths
