@@ -14,12 +14,14 @@ kinds=(-false)
 for extension in svs tif tiff ndpi scn mrxs bif vms vmu svslide czi; do
   kinds+=(-o -iname "*.$extension")
 done
+# No hidden files: macOS leaves a ._x.svs beside each x.svs that it copies to a share.
 found=() results=()
 while IFS= read -r -d '' slide; do
   found+=("$slide")
   name=${slide%.*}
   results+=("${name%.[oO][mM][eE]}")
-done < <(find "$slides" -type f \( "${kinds[@]}" \) -print0 | sort -z)
+done < <(find "$slides" -mindepth 1 -name '.*' -prune -o \
+  -type f \( "${kinds[@]}" \) -print0 | sort -z)
 
 # x.svs and x.tif in one folder: the second would be refused, or replace the first's result.
 twice=$(printf '%s\n' ${results[@]+"${results[@]}"} | sort | uniq -d)

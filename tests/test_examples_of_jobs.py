@@ -96,6 +96,9 @@ def test_shell_loop_takes_every_kind_of_slide_but_dicom(
     for extension in kinds:
         (cohort / f"{extension[1:]}{extension.upper()}").touch()
     (cohort / "notes.txt").touch()
+    (cohort / "._svs.SVS").touch()
+    (cohort / ".trash").mkdir()
+    (cohort / ".trash" / "a.svs").touch()
     command = tmp_path / "bin" / "bioptimus"
     command.parent.mkdir()
     # Stands for the program: what it is given is all that counts here.
