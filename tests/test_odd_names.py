@@ -18,9 +18,11 @@ from bioptimus.errors import BioptimusError, UsageError
 from bioptimus.io.wsi import Slide
 from bioptimus.json_lines import json_line
 from bioptimus.planning import require_tissue_file
+from bioptimus.report_html import write_html
 from cli.main import main
 from cli.progress import one_line
 from tests.conftest import ROOT
+from tests.result_files import make_result
 from tests.slides import tissue, write_pyramid
 
 ODD, SHOWN = "a\nb\x1b[2J.tif", r"a\nb\x1b[2J.tif"
@@ -97,6 +99,23 @@ def test_table_at_the_end_of_a_run_is_whole_on_a_narrow_terminal(
             line for line in told if line.endswith(f"  {slide}: no such file; check the path")
         )
         assert line.split()[:3] == ["failed", "0", "0"]
+
+
+def test_renamed_result_of_a_name_that_is_no_utf8_is_one_line_where_it_cannot_be_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "results"
+    make_result(folder / "a.h5").rename(folder / "odd\udcff.h5")
+    make_result(folder / "b.h5")
+    for to, made in (("npz", 2), ("parquet", 1), ("trident", 4)):
+        fails = int(to != "npz")
+        assert main(["convert", str(folder), "--to", to, "--out", str(tmp_path / to)]) == fails
+        shown = capsys.readouterr()
+        assert len(shown.out.splitlines()) == made
+        told = "its name is not in UTF-8, which this format needs; rename the result\n"
+        assert shown.err.count(told) == len(shown.err.splitlines()) == fails
+    assert write_html(folder, tmp_path / "a.html") == 2
+    assert r"odd\udcff.h5" in (tmp_path / "a.html").read_text(encoding="utf-8")
 
 
 def test_events_of_a_name_that_is_no_utf8_are_json(

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
@@ -239,7 +240,8 @@ def _check_space(plan: Conversion, out: Path) -> None:
 
 def _make(piece: Piece, target: Path, announce: Callable[[Path], None]) -> None:
     """Write an output, and tell of it before it gets its name."""
-    with output_errors(target, "cannot be written", advice="nothing is left under this name"):
+    advice = "nothing is left under this name"
+    with output_errors(target, "cannot be written", advice=advice), _names_in_utf8(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if piece.is_folder:
             _make_folder(piece, target, announce)
@@ -249,6 +251,17 @@ def _make(piece: Piece, target: Path, announce: Callable[[Path], None]) -> None:
                 _sync(temporary)
                 announce(temporary)
         sync_folder(target.parent)
+
+
+@contextmanager
+def _names_in_utf8(target: Path) -> Iterator[None]:
+    """Where a name is not, some libraries cannot write it: into a file, or as one."""
+    try:
+        yield
+    except UnicodeEncodeError as exc:
+        raise OutputError(
+            f"{target}: its name is not in UTF-8, which this format needs; rename the result"
+        ) from exc
 
 
 def _make_folder(piece: Piece, target: Path, announce: Callable[[Path], None]) -> None:

@@ -50,7 +50,8 @@ def write_html(out: Path, target: Path, *, pictures: bool = True, tell: Tell = t
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned([target])
         with written_aside(target) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            # Names of files need not be in UTF-8.
+            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as exc:
         raise OutputError(f"{target}: cannot be written: {exc.strerror or exc}") from exc
     return len(run.slides)
