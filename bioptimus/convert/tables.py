@@ -116,21 +116,22 @@ def _batches(result: Result) -> Iterator["pyarrow.RecordBatch"]:
     for first in range(0, max(1, len(result)), _ROWS_AT_ONCE):
         last = min(first + _ROWS_AT_ONCE, len(result))
         place = slice(first, last)
+        coords = result.coords[place]
         columns: dict[str, Any] = {
-            "x": result.coords[place, 0],
-            "y": result.coords[place, 1],
-            "x_um": result.coords_um[place, 0],
-            "y_um": result.coords_um[place, 1],
+            "x": coords[:, 0],
+            "y": coords[:, 1],
+            "x_um": coords[:, 0] * result.mpp[0],
+            "y_um": coords[:, 1] * result.mpp[1],
             "tissue_ratio": result.tissue_ratios[place],
         }
         taken = {*columns, "embedding"}
         if result.prediction_dim:
-            values = result.read("predictions", first, last).astype(np.float32)
+            values = result.read("predictions", first, last).astype(np.float32, copy=False)
             for index, name in enumerate(result.output_names):
                 column = f"prediction_{name}" if name in taken else name
                 columns[column] = np.ascontiguousarray(values[:, index])
         if result.embedding_dim:
-            values = result.read("features", first, last).astype(np.float32)
+            values = result.read("features", first, last).astype(np.float32, copy=False)
             columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(
                 pyarrow.array(values.ravel()), result.embedding_dim
             )

@@ -132,13 +132,18 @@ def _write_rows(
             image.set_attributes(features_attributes, dataset="features")
         image.add_array("coords", result.coords)
         image.set_attributes(coords_attributes, dataset="coords")
-    image.save(path, lambda _, first, last: result.read("features", first, last).astype(np.float32))
+    image.save(path, lambda _, first, last: _float32(result, first, last))
 
 
 def _write_tensor(result: Result, path: Path) -> None:
     import torch
 
-    torch.save(torch.from_numpy(result.read("features").astype(np.float32)), path)
+    torch.save(torch.from_numpy(_float32(result)), path)
+
+
+def _float32(result: Result, first: int = 0, last: int | None = None) -> np.ndarray[Any, Any]:
+    """(n, D) embeddings of some rows; a copy of those stored otherwise only."""
+    return result.read("features", first, last).astype(np.float32, copy=False)
 
 
 def _write_thumbnail(result: Result, path: Path) -> None:
