@@ -27,6 +27,7 @@ A message names the slide or file, the fact and the next step. The command line 
 line; the traceback is for ``--verbose``.
 """
 
+import errno
 import traceback
 
 
@@ -113,6 +114,11 @@ def in_our_words(error: BaseException) -> str | None:
             "no further thread can be started: the user's limit of processes (ulimit -u), the "
             "container's, or that of memory is reached; raise it, or pass fewer --workers and "
             "--readers"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            "too many files are open: the limit of one process (ulimit -n), or the machine's, is "
+            "reached; raise it, or pass fewer --workers"
         )
     return None
 

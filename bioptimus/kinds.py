@@ -109,7 +109,7 @@ class _Names(dict[str, Any]):
 def _is(value: Any, kind: Any) -> bool:
     origin = get_origin(kind)
     if kind is Any or origin is MutableSequence:
-        return True  # an array of ctypes is one that says so to nobody
+        return True  # a mapped file is one that says so to nobody
     if origin is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if origin is tuple and get_args(kind)[-1] is not Ellipsis:

@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import re
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+# As many as every system takes; macOS has no more for one process.
+_OPEN_FILES = 10_240
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -125,6 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     if verbose:
         # People type it behind the command as well as before.
         words = ["--verbose", *(word for word in words if word != "--verbose")]
+    _take_all_files_granted()
     try:
         _refuse_empty(words)
         code = app(args=words, prog_name="bioptimus", standalone_mode=False, obj=as_json)
@@ -172,6 +177,17 @@ def main(arguments: list[str] | None = None) -> int:
             hint = f"; see '{context.command_path} --help'" if context else ""
             _print_error(text.rstrip(".") + hint, code, as_json=as_json)
     return code if isinstance(code, int) else 0
+
+
+def _take_all_files_granted() -> None:
+    """Raise this process's limit of open files to what it may have.
+
+    It begins with 256 on macOS, and a slide of some formats is dozens of files.
+    """
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _refuse_empty(words: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import datetime
 import errno
+import multiprocessing.heap
 import os
 import platform
 import pwd
@@ -280,3 +281,33 @@ def test_of_jobs_on_other_machines_a_run_waits_for_its_own_alone(
     config = RunConfig(inputs=(str(slide),), out=tmp_path / "out", model=str(model))
     (outcome,) = run(config, listener=watching).reports
     assert (watching.waited, outcome.state != "skipped") == (waits, waits)
+
+
+def under_limit(kind: str, files: int, out: Path) -> subprocess.CompletedProcess[str]:
+    """Embed the example in a shell with a limit of open files, of one kind or of both."""
+    command = [sys.executable, "-m", "cli", "embed", "examples/CMU-1-Small-Region.svs"]
+    return subprocess.run(
+        ["sh", "-c", f'ulimit {kind}n {files}; exec "$@"', "", *command, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_files_open_at_a_time_are_as_many_as_may_be(tmp_path: Path) -> None:
+    assert under_limit("-S", 8, tmp_path / "soft").returncode == 0
+    refused = under_limit("-", 8, tmp_path / "hard")
+    assert refused.returncode == 1
+    assert "too many files are open: the limit of one process (ulimit -n)" in refused.stderr
+    assert "unexpected" not in refused.stderr
+
+
+def test_several_devices_need_no_shared_memory_of_pythons(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slide = write_pyramid(tmp_path / "a.tif", tissue(256, 256), mpp=0.5, factors=(1,))
+    read_only = OSError(errno.EROFS, "Read-only file system", "/dev/shm/pym-1")
+    monkeypatch.setattr(multiprocessing.heap, "Arena", Mock(side_effect=read_only))
+    words = ["embed", str(slide), "--model", str(model), "--tissue", "none", "--device", "cpu,cpu"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0

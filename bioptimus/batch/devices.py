@@ -8,6 +8,7 @@ one that is killed in the middle of a word ends its own pipe and holds up nobody
 
 import contextlib
 import logging
+import mmap
 import multiprocessing
 import os
 import queue
@@ -15,7 +16,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
@@ -79,7 +80,10 @@ def run_on_devices(
             threads=config.threads or (1 if set(devices) == {"cpu"} else None),
             stage_gb=config.stage_gb / len(devices),
         )
-        collected, dead = _run_processes(each, devices, work, listener, stop)
+        # Not Python's own shared memory: a container's /dev/shm may be read-only.
+        failed = Path(folder) / "failed"
+        failed.write_bytes(bytes(max(1, len(work.jobs))))
+        collected, dead = _run_processes(each, devices, failed, work, listener, stop)
     if collected.errors:
         error = collected.errors[0]
         # Slides that were done already, each process tells before it loads the model.
@@ -101,15 +105,23 @@ def run_on_devices(
 def _run_processes(
     config: RunConfig,
     devices: Sequence[str],
+    failed: Path,
     work: Work,
     listener: RunListener,
     stop: StopSignal,
 ) -> tuple["_Collected", list[str]]:
-    """Start, hear and join the processes; what they said, and which of them died."""
+    """Start, hear and join the processes; what they said, and which of them died.
+
+    Args:
+        config: What each is to do.
+        devices: One for each process.
+        failed: A file of a byte for each slide, not 0 once it has failed.
+        work: The slides.
+        listener: Hears them all.
+        stop: Stops them all.
+    """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in devices]
-    # Bytes are written whole, and each only under the claim of its slide: no lock.
-    failed: Any = context.RawArray("B", len(work.jobs))
     processes = [
         context.Process(
             target=_run_one,
@@ -311,7 +323,7 @@ class _SendingListener:
 def _run_one(
     config: RunConfig,
     writer: _Writer,
-    failed: MutableSequence[int],
+    failed: Path,
     skipped: Sequence[tuple[str, str]],
 ) -> None:
     """In a process of its own: run on one device."""
@@ -325,11 +337,14 @@ def _run_one(
     with StopFlag() as flag, contextlib.closing(_Sender(writer)) as events:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
+            # Bytes are written whole, and each only under the claim of its slide: no lock.
+            with failed.open("r+b") as file:
+                shared: Any = mmap.mmap(file.fileno(), 0)
             run(
                 config,
                 listener=_SendingListener(events),
                 stop=_OrOrphaned(flag),
-                failed=failed,
+                failed=shared,
                 skipped=skipped,
             )
         except BioptimusError as exc:
