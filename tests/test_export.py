@@ -382,6 +382,7 @@ NAMED = PAIR.with_(output_names=("a", "b", "c"), prediction_dim=3)
 @pytest.mark.parametrize(
     ("spec", "form", "words"),
     [
+        (COLOURED, torch.fft.fft, "returns complex numbers; for --gives embedding it must"),
         (COLOURED, lambda e: {"x": e}, "returns a dict with the keys x; for --gives embedding it"),
         (COLOURED, lambda e: [], "returns a list of nothing; for"),
         (COLOURED, lambda e: (e, "x"), "returns a tuple of (4, 5) and a str; for"),

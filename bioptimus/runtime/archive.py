@@ -36,7 +36,7 @@ DESCRIPTION_KEY = "bioptimus"
 # torch's numbers for element types in the archive's JSON.
 _DTYPES = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32",
-    8: "float64", 12: "bool", 13: "bfloat16",
+    8: "float64", 9: "complex32", 10: "complex64", 11: "complex128", 12: "bool", 13: "bfloat16",
 }  # fmt: skip
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 # The program of a large model is a few megabytes; a member beyond this is no program.

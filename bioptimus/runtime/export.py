@@ -231,7 +231,7 @@ class TileModel(nn.Module):
         """Normalise, compute, pool.
 
         Raises:
-            CheckpointError: The network gives something else than tensors.
+            CheckpointError: The network gives something else than tensors of real numbers.
         """
         if self.spec.input_layout == "nhwc_uint8":
             tiles = (tiles.permute(0, 3, 1, 2).to(self.outer) / 255.0 - self.mean) / self.std
@@ -245,6 +245,8 @@ class TileModel(nn.Module):
             or not all(isinstance(each, torch.Tensor) for each in outputs)
         ):
             raise _wrong_form(self.spec, _form(outputs))
+        if any(output.is_complex() for output in outputs):
+            raise _wrong_form(self.spec, "complex numbers")
         *others, last = (output.to(self.outer) for output in outputs)
         if self.spec.output_kind == "mask" and last.ndim == 4 and last.shape[1] == 1:
             last = last[:, 0]
