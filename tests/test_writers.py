@@ -22,6 +22,7 @@ from bioptimus.errors import OutputError, OutputMismatchError
 from bioptimus.inference import disk, part
 from bioptimus.inference.disk import DiskFile
 from bioptimus.inference.writers import Existing, HDF5Writer, check_existing, look_at_part, part_of
+from tests.result_files import make_result
 from tests.writer_process import DIM, FAILED, ROWS, embeddings, plan, predictions, write
 
 PARAMETERS = plan().digest_parameters
@@ -780,6 +781,15 @@ def test_a_part_of_other_parameters_beside_a_finished_file_is_kept(tmp_path: Pat
     assert check_existing(path, digest="digest", digest_parameters=PARAMETERS) is not None
     with HDF5Writer.open(path, other) as writer:
         assert writer.resumed_rows == 10
+
+
+def test_a_file_that_is_damaged_where_its_attributes_lie_is_not_taken_for_done(
+    tmp_path: Path,
+) -> None:
+    path = make_result(tmp_path / "a.h5")
+    path.write_bytes(path.read_bytes().replace(b"FRHP", b"    "))
+    with pytest.raises(OutputError, match=r"a\.h5: cannot be read: .*: move it .*--overwrite"):
+        check_existing(path, digest="digest", digest_parameters=PARAMETERS)
 
 
 def test_a_truncated_foreign_or_incomplete_file_is_not_taken_for_done(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
-from bioptimus.errors import OutputError
+from bioptimus.errors import BioptimusError, OutputError
 from bioptimus.inference.checksums import checksum
 from bioptimus.inference.disk import DiskFile, sync_folder, temporary_beside
 from bioptimus.inference.guard import why_deadly
@@ -52,8 +53,36 @@ FAILED_TILES_DTYPE = np.dtype(
 # What h5py makes of damage depends on where in the file it is; sizes may be any.
 DAMAGE_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError, MemoryError)
 
+CHECK_DISK = "check its permissions and the mount"
+
 # Files, as :func:`_mark` tells them, and why not to read them: one is opened many times.
 _looked_at: dict[tuple[int, ...], str | None] = {}
+
+
+@contextmanager
+def damage_told(
+    path: Path,
+    *,
+    advice: str = "it is damaged or not a result file; move it away and make it again",
+) -> Iterator[None]:
+    """Turn what is raised over a file that cannot be read into our error.
+
+    Raises:
+        OutputError: In place of any of :data:`DAMAGE_ERRORS`.
+    """
+    try:
+        yield
+    except BioptimusError:
+        raise
+    except DAMAGE_ERRORS as exc:
+        # HDF5 tells of a failed read in several lines, and of damage without a number.
+        words = str(exc)
+        if isinstance(exc, KeyError):
+            words = " ".join(map(str, exc.args))  # by itself it puts that in quotes
+        elif isinstance(exc, OSError) and exc.errno is not None:
+            words, advice = str(exc.strerror), CHECK_DISK
+        words = " ".join(words.split()) or type(exc).__name__
+        raise OutputError(f"{path}: cannot be read: {words}; {advice}") from exc
 
 
 def open_to_read(path: Path) -> h5py.File:

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.counting import counted
-from bioptimus.errors import BioptimusError, CheckpointError, OutputError
+from bioptimus.errors import CheckpointError, OutputError
 from bioptimus.inference.checksums import checksum, row_checksums
-from bioptimus.inference.hdf5_image import DAMAGE_ERRORS, open_to_read, values_of
+from bioptimus.inference.hdf5_image import CHECK_DISK, damage_told, open_to_read, values_of
 from bioptimus.inference.layout import (
     CHECKSUM,
     FORMAT,
@@ -43,8 +43,6 @@ _MOST_READ_TO_CHECK = 1 << 30
 # Rows that are read at a time, where only a part of them or their checksum is wanted.
 _BLOCK_BYTES = 16 << 20
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-_CHECK_DISK = "check its permissions and the mount"
-_MAKE_AGAIN = "it is damaged or not a result file; move it away and make it again"
 # Attributes that a reader divides by.
 _POSITIVE = ("slide_width", "slide_height", "mpp_x", "mpp_y", "tile_size_px", "tile_mpp")
 
@@ -551,7 +549,7 @@ class Result:
         if self._held is not None:
             yield self
             return
-        with self._errors():
+        with damage_told(self.path):
             file = open_to_read(self.path)
         with file:
             self._held = file
@@ -562,27 +560,12 @@ class Result:
 
     @contextmanager
     def _file(self) -> Iterator[h5py.File]:
-        with self._errors():
+        with damage_told(self.path):
             if self._held is not None:
                 yield self._held
                 return
             with open_to_read(self.path) as file:
                 yield file
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except BioptimusError:
-            raise
-        except DAMAGE_ERRORS as exc:
-            # HDF5 tells of a failed read in several lines, and of damage without a number.
-            advice, words = _MAKE_AGAIN, str(exc)
-            if isinstance(exc, OSError) and exc.errno is not None:
-                advice, words = _CHECK_DISK, str(exc.strerror)
-            raise OutputError(
-                f"{self.path}: cannot be read: {' '.join(words.split())}; {advice}"
-            ) from exc
 
     def _strings(self, name: str) -> tuple[str, ...]:
         with self._file() as file:
@@ -621,7 +604,7 @@ def open_result(path: Path | str, *, check: bool = True) -> Result:
         found = path.stat()
     except (OSError, ValueError) as exc:  # the latter where a name cannot be one
         if isinstance(exc, OSError) and exc.errno not in _ABSENT:
-            words = f"cannot be read: {exc.strerror}; {_CHECK_DISK}"
+            words = f"cannot be read: {exc.strerror}; {CHECK_DISK}"
             raise OutputError(f"{path}: {words}") from exc
         part = path.with_name(path.name + PART_SUFFIX)
         unfinished = "it is unfinished; run the same command again"

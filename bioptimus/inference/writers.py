@@ -29,6 +29,7 @@ from bioptimus.inference.hdf5_image import (
     FAILED_TILES_DTYPE,
     HDF5Image,
     PackedArray,
+    damage_told,
     open_to_read,
     pack,
 )
@@ -568,7 +569,7 @@ def look_at_existing(
     """
     refuse_folder(path)
     advice = "move it away or pass --overwrite"
-    with output_errors(path, "cannot be read", advice=advice):
+    with damage_told(path, advice=f"it is damaged: {advice}"):
         try:
             found = retry(lambda: _root_attributes(path), name=path.name)
         except FileNotFoundError:
