@@ -61,7 +61,7 @@ def one(slide: Path, mask: Path, out: Path) -> None:
 
     from benchmarks.end_to_end import Silent, spent_cpu
     from bioptimus.batch.run import RunConfig, run
-    from bioptimus.pipeline import SlideOptions
+    from bioptimus.jobs import SlideOptions
     from bioptimus.planning import PlanOptions
 
     listener = Silent()

@@ -25,7 +25,7 @@ def _child(model: str, out: str) -> None:
     """One run; prints the clock at each step."""
     from bioptimus.batch.quiet import SilentListener
     from bioptimus.batch.run import RunConfig, run
-    from bioptimus.pipeline import SlideJob, SlideReport
+    from bioptimus.jobs import SlideJob, SlideReport
 
     class Clock(SilentListener):
         """Remembers when each step was first reached."""

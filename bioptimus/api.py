@@ -13,9 +13,9 @@ from bioptimus.batch.quiet import Stop
 from bioptimus.batch.run import RunConfig, list_work, run
 from bioptimus.errors import BioptimusError, SlideError, UsageError
 from bioptimus.io.wsi import OpenOptions
+from bioptimus.jobs import SlideOptions, SlideReport
 from bioptimus.kinds import checks_kinds
 from bioptimus.models.types import InferenceMode
-from bioptimus.pipeline import SlideOptions, SlideReport
 from bioptimus.planning import PlanOptions
 from bioptimus.runtime.loader import require_loaded
 

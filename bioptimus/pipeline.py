@@ -6,28 +6,21 @@ written as it arrives; whatever ends the slide early leaves a part file that a r
 """
 
 import asyncio
-import hashlib
 import logging
 import math
-import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from bioptimus import __version__
 from bioptimus.counting import counted
 from bioptimus.errors import (
     BioptimusError,
-    CheckpointError,
     LostDeviceError,
     OutOfDeviceMemoryError,
     OutputError,
@@ -35,208 +28,39 @@ from bioptimus.errors import (
     SlideOpenError,
     SlideReadError,
     StoppedError,
-    TissueError,
-    UsageError,
     _ForwardError,
     in_our_words,
     release_frames,
 )
 from bioptimus.inference.layout import digest_of
 from bioptimus.inference.schemas import ModelRequest, ModelResponse
-from bioptimus.inference.writers import FilePlan, HDF5Writer, check_existing, look_at_existing
+from bioptimus.inference.writers import HDF5Writer, check_existing, look_at_existing
 from bioptimus.io.crew import ALONE, Crew
-from bioptimus.io.wsi import CoarseImage, OpenOptions, Slide, TileReader
-from bioptimus.kinds import check_kinds
+from bioptimus.io.wsi import Slide, TileReader
+from bioptimus.jobs import (
+    SlideJob,
+    SlideListener,
+    SlideOptions,
+    SlideReport,
+    StopSignal,
+)
 from bioptimus.models.types import InferenceMode, ModelSpec
-from bioptimus.omics import BulkRNA, read_bulk_rna
 from bioptimus.planning import PlanOptions, Segmenter, SlidePlan, plan_slide
-from bioptimus.runtime.archive import file_sha256
-from bioptimus.tissue import SEARCH_VERSION
+from bioptimus.recipe import digest_parameters, file_plan, job_options, scale_warning, slide_rna
 
 if TYPE_CHECKING:
     from bioptimus.models.clients.local import InProcessClient
 
 log = logging.getLogger(__name__)
 
-SlideState = Literal["ok", "skipped", "empty", "failed", "stopped"]
 
 # Rows are made safe against power loss this often; a kill loses nothing that was written.
 _FLUSH_SECONDS = 5.0
 # Tiles that are with the model per slide, in batches: two in passes, one waiting.
 _BATCHES_UNDER_WAY = 3
-# The 10 of "magnification = 10 / mpp": a 10x objective gives about 1 µm per pixel.
-_MAGNIFICATION_TIMES_MPP = 10.0
 THUMBNAIL_PX = 1024
 # A badly damaged slide has ten thousand failed tiles, of which each would say the same.
 _FAILED_TILES_TOLD = 5
-# Closer than this, a tile is at the model's own scale: scanners vary as much.
-_SAME_SCALE_TOLERANCE = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlideOptions:
-    """How every slide of a run is processed.
-
-    Attributes:
-        mode: What the model is asked for.
-        opening: How slides are opened and their scale is found.
-        plan: Tile and tissue options.
-        dtype: Stored type of embeddings and predictions.
-        max_failed_tiles: Share of planned tiles that may fail before the slide does, 0..1.
-        overwrite: Replace a finished file that was made otherwise, or is damaged, and what a
-            stopped run of other parameters left.
-        gene_column: Column of gene names in bulk RNA tables; found by its usual names if None.
-        value_column: Column of TPM values in them; found by its usual names if None.
-    """
-
-    mode: InferenceMode = InferenceMode.EMBEDDING
-    opening: OpenOptions = field(default_factory=OpenOptions)
-    plan: PlanOptions = field(default_factory=PlanOptions)
-    dtype: Literal["float32", "float16"] = "float32"
-    max_failed_tiles: float = 0.01
-    overwrite: bool = False
-    gene_column: str | None = None
-    value_column: str | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what no file can hold and no slide can satisfy.
-
-        Raises:
-            UsageError: The mode or the stored type is none, the share of tiles is not one, or a
-                value is of another kind.
-        """
-        check_kinds(self)
-        if not 0 <= self.max_failed_tiles <= 1:
-            raise UsageError(f"max failed tiles {self.max_failed_tiles}: must be a share, 0 to 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlideJob:
-    """One slide to process and where its result goes.
-
-    Attributes:
-        path: The slide file.
-        output: Final name of the result.
-        name: What messages and the report call the slide.
-        read_path: Where to read the pixels from, when that is a staged copy.
-        mpp: µm/px that overrides the file's, for this slide.
-        mask: Tissue mask for this slide.
-        bulk_rna: Table of bulk RNA for models that read it.
-        extra: Further columns of the input table, carried into the report.
-        problem: Why the slide cannot be processed, as far as that is known without opening it;
-            without its name.
-    """
-
-    path: Path
-    output: Path
-    name: str
-    read_path: Path | None = None
-    mpp: float | None = None
-    mask: Path | None = None
-    bulk_rna: Path | None = None
-    extra: Mapping[str, str] = field(default_factory=dict)
-    problem: str | None = None
-
-
-@dataclass
-class Timings:
-    """Where a slide's time went, in seconds: opening it, its plan, tiles, model, file, and all.
-
-    ``read`` is summed over reader threads and ``forward`` over batches, so they may exceed the
-    wall time. ``wait`` is how long a lane waited for the model's answers, on average over the
-    lanes: near the total where the model is the bottleneck, small where reading is.
-    """
-
-    open: float = 0.0
-    tissue: float = 0.0
-    read: float = 0.0
-    wait: float = 0.0
-    forward: float = 0.0
-    write: float = 0.0
-    total: float = 0.0
-
-    @contextmanager
-    def measure(self, what: str) -> Iterator[None]:
-        """Add the wall time of a block to one of the fields."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, what, getattr(self, what) + time.perf_counter() - start)
-
-
-@dataclass
-class SlideReport:
-    """What became of one slide.
-
-    Attributes:
-        slide: Path of the slide as given.
-        state: ``ok``, ``skipped`` (done already, or another job's), ``empty`` (no tissue),
-            ``failed``, or ``stopped`` (the run was told to stop; the part file resumes).
-        reason: Why, where the state is not ``ok``.
-        output: Path of the finished file; empty if there is none.
-        tiles_planned: Tiles that the plan keeps, of a skipped slide those of its file; 0 where the
-            slide did not come so far.
-        tiles_done: Rows that the file or its part holds, those of earlier runs included.
-        tiles_failed: Tiles that have no row, see ``failed_tiles`` of the file.
-        tiles_resumed: Rows that were there before this run.
-        mpp: (x, y) µm per level-0 pixel; None where the slide did not come so far.
-        mpp_source: What told it.
-        reader: What decoded the tiles: ``tiff``, ``openslide`` or ``tifffile``.
-        warnings: What was remarkable about the slide, one sentence each.
-        seconds: Where the time went.
-        batches: Forward passes.
-        batch_size: Most tiles of one pass at the slide's end.
-        fill_share: Tiles over places of these passes, 0..1.
-        extra: Further columns of the input table.
-        error: What ended the slide, for callers in Python; not part of the written report.
-    """
-
-    slide: str
-    state: SlideState = "failed"
-    reason: str = ""
-    output: str = ""
-    tiles_planned: int = 0
-    tiles_done: int = 0
-    tiles_failed: int = 0
-    tiles_resumed: int = 0
-    mpp: tuple[float, float] | None = None
-    mpp_source: str = ""
-    reader: str = ""
-    warnings: list[str] = field(default_factory=list)
-    seconds: Timings = field(default_factory=Timings)
-    batches: int = 0
-    batch_size: int = 0
-    fill_share: float = 0.0
-    extra: dict[str, str] = field(default_factory=dict)
-    error: Exception | None = None
-
-    @property
-    def tiles_per_second(self) -> float:
-        """Tiles computed in this run over the wall time of the slide."""
-        computed = self.tiles_done - self.tiles_resumed
-        return computed / self.seconds.total if self.seconds.total > 0 else 0.0
-
-
-class SlideListener(Protocol):
-    """Hears how a slide goes along; called from the slide's worker thread."""
-
-    def slide_planned(self, job: SlideJob, *, tiles: int, resumed: int) -> None:
-        """The plan stands: so many tiles, of which some are in the part file already."""
-
-    def tiles_done(self, job: SlideJob, count: int) -> None:
-        """So many more tiles are written or given up."""
-
-    def note(self, job: SlideJob, message: str) -> None:
-        """Something a user should see once."""
-
-
-class StopSignal(Protocol):
-    """What tells a slide to stop."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether to stop reading."""
 
 
 def process_slide(
@@ -383,11 +207,19 @@ def _process(
         for warning in slide.warnings[told:]:
             report.warnings.append(warning)
             listener.note(job, warning)
-        file_plan = _file_plan(
-            slide, plan, thumbnail, client, options, planning, job, parameters, report.warnings
+        plan_of_file = file_plan(
+            slide,
+            plan,
+            thumbnail,
+            client.model,
+            options,
+            planning,
+            job,
+            parameters,
+            report.warnings,
         )
         with report.seconds.measure("write"):
-            writer = HDF5Writer.open(job.output, file_plan, overwrite=options.overwrite)
+            writer = HDF5Writer.open(job.output, plan_of_file, overwrite=options.overwrite)
         try:
             if writer.started_anew_because:
                 listener.note(job, f"starting anew: {writer.started_anew_because}")
@@ -507,214 +339,6 @@ def _is_done(
     report.tiles_planned, report.tiles_failed = found.tiles_planned, found.tiles_failed
     report.tiles_done = report.tiles_resumed = found.tiles_planned - found.tiles_failed
     return True
-
-
-def slide_rna(job: SlideJob, spec: ModelSpec, options: SlideOptions) -> BulkRNA | None:
-    """Read the bulk RNA of a slide; None for models that read none.
-
-    Raises:
-        UsageError: There is no table, or it does not fit the model.
-    """
-    if job.bulk_rna is None:
-        if spec.rna_dim:
-            raise UsageError(
-                f"{job.name}: {spec.name} reads bulk RNA; pass --bulk-rna, or a bulk_rna column"
-            )
-        return None
-    if not spec.rna_dim:
-        return None  # a list may serve several models; the run says so once
-    return read_bulk_rna(
-        job.bulk_rna, spec, gene_column=options.gene_column, value_column=options.value_column
-    )
-
-
-def job_options(job: SlideJob, options: SlideOptions) -> tuple[OpenOptions, PlanOptions]:
-    """The run's options with what the input table says about one slide."""
-    opening, planning = options.opening.with_column(job.mpp), options.plan
-    if job.mask is not None:
-        planning = replace(planning, tissue=str(job.mask))
-    return opening, planning
-
-
-def scale_warning(planning: PlanOptions, spec: ModelSpec) -> str | None:
-    """Tiles at another scale than the model was made for, told in one sentence; None if at its."""
-    wanted, made_for = planning.applied_to(spec.tile).mpp, spec.tile.mpp
-    if abs(wanted / made_for - 1) <= _SAME_SCALE_TOLERANCE:
-        return None
-    return (
-        f"tiles at {wanted:g} µm/px, but {spec.name} was made for {made_for:g} µm/px: what it "
-        "makes of them may be worth little; leave out --tile-mpp for the model's own scale"
-    )
-
-
-def digest_parameters(
-    slide: Slide,
-    spec: ModelSpec,
-    model_sha256: str,
-    options: SlideOptions,
-    planning: PlanOptions,
-    bulk_rna: npt.NDArray[np.float32] | None,
-) -> dict[str, Any]:
-    """What a result file depends on: two runs that agree here make the same file.
-
-    The slide counts by content (size and quickhash), not by path or date. The reader does not
-    count, since readers must not differ in a pixel.
-
-    Returns:
-        JSON-ready values with names that a message can show.
-    """
-    mask_given = planning.tissue not in ("auto", "none")
-    # A mask counts by its content, not by its path.
-    tissue = "mask" if mask_given else planning.tissue
-    within = mask_given and planning.search_in_mask
-    searched = {"tissue search version": SEARCH_VERSION} if within or tissue == "auto" else {}
-    return {
-        "slide size (bytes)": slide.size_bytes,
-        "slide quickhash": slide.quickhash,
-        "mpp": [round(value, 6) for value in slide.mpp],
-        "model": spec.name,
-        **run_parameters(spec, model_sha256, options),
-        "min tissue": planning.min_tissue,
-        "tissue": tissue,
-        **searched,
-        **({"search in mask": True} if within else {}),
-        **({"tissue class": sorted(set(planning.tissue_class))} if planning.tissue_class else {}),
-        "tissue mask sha256": _mask_sha256(Path(planning.tissue)) if mask_given else "",
-        "keep pen": planning.keep_pen,
-        # The values, not their file: a table may hold a column for each sample.
-        "bulk RNA sha256": "" if bulk_rna is None else hashlib.sha256(bulk_rna.data).hexdigest(),
-    }
-
-
-def run_parameters(spec: ModelSpec, model_sha256: str, options: SlideOptions) -> dict[str, Any]:
-    """What of :func:`digest_parameters` is the same for every slide of a run."""
-    tile = options.plan.applied_to(spec.tile)
-    return {
-        "model sha256": model_sha256,
-        "mode": str(options.mode),
-        "tile size (px)": tile.size_px,
-        "tile mpp": tile.mpp,
-        "overlap (px)": tile.overlap_px,
-        "icc": options.opening.icc,
-        "dtype": options.dtype,
-    }
-
-
-def _mask_sha256(path: Path) -> str:
-    try:
-        return file_sha256(path)
-    except CheckpointError as exc:
-        # It speaks of the file as of a model.
-        raise TissueError(f"mask {exc}") from exc
-
-
-def rows_plan(
-    plan: SlidePlan,
-    spec: ModelSpec,
-    options: SlideOptions,
-    *,
-    digest: str,
-    parameters: Mapping[str, Any],
-) -> FilePlan:
-    """The rows of a slide's file, without what describes them.
-
-    A part is continued or not by this alone.
-    """
-    mode = options.mode
-    return FilePlan(
-        coords=plan.coords,
-        tissue_ratios=plan.tissue_ratios,
-        embedding_dim=spec.embedding_dim if mode.wants_embedding else 0,
-        prediction_dim=spec.prediction_dim if mode.wants_prediction else 0,
-        dtype=options.dtype,
-        output_names=spec.output_names if mode.wants_prediction else (),
-        input_gene_names=spec.input_genes,
-        digest=digest,
-        digest_parameters=parameters,
-    )
-
-
-def _file_plan(
-    slide: Slide,
-    plan: SlidePlan,
-    thumbnail: CoarseImage,
-    client: "InProcessClient",
-    options: SlideOptions,
-    planning: PlanOptions,
-    job: SlideJob,
-    parameters: dict[str, Any],
-    warnings: Sequence[str],
-) -> FilePlan:
-    spec = client.model.model_spec
-    tile = plan.spec
-    return replace(
-        rows_plan(plan, spec, options, digest=digest_of(parameters), parameters=parameters),
-        attributes={
-            "slide_path": str(job.path.absolute()),
-            "slide_name": slide.name,
-            "slide_size_bytes": slide.size_bytes,
-            "slide_vendor": slide.vendor,
-            "slide_quickhash": slide.quickhash,
-            "slide_width": slide.dimensions[0],
-            "slide_height": slide.dimensions[1],
-            "slide_has_icc": slide.has_icc,
-            # What was done, where the digest has what was asked for.
-            "icc": "srgb" if slide.icc_applied else "none",
-            "mpp_x": slide.mpp[0],
-            "mpp_y": slide.mpp[1],
-            "mpp_source": slide.resolution.source,
-            "objective_power": slide.objective_power or 0.0,
-            "reader": slide.reader,
-            "model_name": client.model.model_name,
-            "model_sha256": client.model.checkpoint_sha256,
-            # These two change what rounding makes of the rows, not what they are made from.
-            "hardware": client.model.hardware,
-            "compiled": client.model.is_compiled,
-            # Names stand in their own datasets: an HDF5 attribute holds at most 64 KiB.
-            "model_spec": spec.with_(output_names=(), input_genes=()).to_dict(),
-            "mode": str(options.mode),
-            "tile_size_px": tile.size_px,
-            "tile_mpp": tile.mpp,
-            "overlap_px": tile.overlap_px,
-            "min_tissue": planning.min_tissue,
-            "tissue_method": plan.mask.method,
-            "warnings": list(warnings),
-            "versions": library_versions(),
-        },
-        coords_attributes={
-            "patch_size": tile.size_px,
-            "patch_size_level0": round(plan.grid.tile_level0[0]),
-            "level0_magnification": _MAGNIFICATION_TIMES_MPP / slide.mpp[0],
-            "target_magnification": _MAGNIFICATION_TIMES_MPP / tile.mpp,
-            "overlap": tile.overlap_px,
-            "name": job.output.stem,
-            "savetodir": str(job.output.parent.absolute()),
-            "level0_width": slide.dimensions[0],
-            "level0_height": slide.dimensions[1],
-        },
-        thumbnail=thumbnail.pixels,
-        thumbnail_downsample=thumbnail.downsample,
-        tissue_mask=plan.mask.mask.astype(np.uint8),
-        tissue_mask_downsample=plan.mask.downsample,
-    )
-
-
-@cache
-def _library_versions() -> dict[str, str]:
-    names = ("torch", "openslide-python", "openslide-bin", "tifffile", "imagecodecs", "numpy")
-    found = {"bioptimus-wsi": __version__, "python": platform.python_version()}
-    for name in (*names, "opencv-python-headless", "h5py"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of what shapes a result, for the file and the report."""
-    # Looked up once: every look parses the packages' metadata files.
-    return dict(_library_versions())
 
 
 @dataclass

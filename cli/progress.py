@@ -17,7 +17,7 @@ from bioptimus.counting import Tell, counted, tell_nobody
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from bioptimus.pipeline import SlideJob, SlideReport
+    from bioptimus.jobs import SlideJob, SlideReport
 
 
 # What a slide is called that is skipped, but not because it is done.

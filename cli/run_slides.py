@@ -137,7 +137,7 @@ def run_config(options: Mapping[str, Any], mode: "InferenceMode") -> "RunConfig"
     """
     from bioptimus.batch.run import RunConfig
     from bioptimus.io.wsi import OpenOptions
-    from bioptimus.pipeline import SlideOptions
+    from bioptimus.jobs import SlideOptions
     from bioptimus.planning import PlanOptions
 
     return RunConfig(

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch  # noqa: F401  (imported before the fork, as is all that follows)
 
 from bioptimus.batch.run import RunConfig, run
-from bioptimus.pipeline import SlideOptions
+from bioptimus.jobs import SlideOptions
 from bioptimus.planning import PlanOptions
 
 LONGEST_S = 0.9

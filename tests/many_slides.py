@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bioptimus.batch.quiet import SilentListener
 from bioptimus.batch.run import RunConfig, run
-from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport
+from bioptimus.jobs import SlideJob, SlideOptions, SlideReport
 from bioptimus.planning import PlanOptions
 
 EARLY = 100

@@ -30,9 +30,9 @@ from bioptimus.errors import (
 from bioptimus.inference.results import Result
 from bioptimus.inference.schemas import ModelRequest
 from bioptimus.io.wsi import OpenOptions, Slide
+from bioptimus.jobs import SlideOptions
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import ModelSpec
-from bioptimus.pipeline import SlideOptions
 from bioptimus.planning import PlanOptions, plan_slide
 from bioptimus.runtime import build_server_model
 from bioptimus.runtime.machine import available_cores

@@ -14,7 +14,7 @@ import pytest
 from bioptimus.batch.claims import Claim, claim_path
 from bioptimus.batch.report import RunFile, merge_reports, read_runs
 from bioptimus.errors import OutputError
-from bioptimus.pipeline import SlideJob, SlideReport, SlideState, Timings
+from bioptimus.jobs import SlideJob, SlideReport, SlideState, Timings
 from bioptimus.report_html.collect import collect
 from cli.main import main
 

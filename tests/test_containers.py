@@ -25,7 +25,7 @@ from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import RunFile, is_left_to_another_job
 from bioptimus.batch.run import RunConfig, run
 from bioptimus.errors import CheckpointError, NoCheckpointError
-from bioptimus.pipeline import SlideJob
+from bioptimus.jobs import SlideJob
 from bioptimus.runtime import cache, machine
 from bioptimus.runtime.loader import resolve_model
 from cli.main import main

@@ -19,7 +19,7 @@ from bioptimus.batch.devices import _Collected, _relay, _SendingListener, run_on
 from bioptimus.batch.quiet import SilentListener
 from bioptimus.batch.run import RunConfig
 from bioptimus.errors import OutputError
-from bioptimus.pipeline import SlideJob, SlideReport
+from bioptimus.jobs import SlideJob, SlideReport
 
 Event = tuple[str, dict[str, Any]]
 WORK = SimpleNamespace(slides=(), jobs=(), tell_notes=int)

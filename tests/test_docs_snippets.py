@@ -13,7 +13,7 @@ import torch
 
 from bioptimus import embed_slide
 from bioptimus.io.wsi import OpenOptions
-from bioptimus.pipeline import SlideOptions
+from bioptimus.jobs import SlideOptions
 from bioptimus.planning import PlanOptions
 from tests.conftest import ROOT
 from tests.result_files import make_result

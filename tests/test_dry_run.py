@@ -12,8 +12,8 @@ import torch
 
 from bioptimus.batch.run import RunConfig, run
 from bioptimus.io.wsi import CoarseImage, Slide
+from bioptimus.jobs import SlideJob, SlideOptions
 from bioptimus.models.types import ModelSpec
-from bioptimus.pipeline import SlideJob, SlideOptions
 from bioptimus.planning import PlanOptions
 from bioptimus.tiles import TileGrid, TileSpec
 from bioptimus.tissue import TissueMask, tissue_ratios

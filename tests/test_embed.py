@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from bioptimus.batch.run import RunConfig, list_work, run
+from bioptimus.jobs import SlideOptions
 from bioptimus.models.types import InferenceMode, ModelSpec
-from bioptimus.pipeline import SlideOptions
 from bioptimus.planning import PlanOptions
 from bioptimus.report_html.collect import collect
 from bioptimus.runtime.builtin import weights_path

@@ -17,9 +17,10 @@ from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import read_runs
 from bioptimus.batch.run import RunConfig, run
 from bioptimus.errors import OutputError
+from bioptimus.jobs import SlideJob, SlideOptions, SlideReport
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import ModelSpec
-from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport, process_slide
+from bioptimus.pipeline import process_slide
 from bioptimus.planning import PlanOptions
 from bioptimus.runtime.segmenter import open_segmenter
 from bioptimus.tiles import TileSpec

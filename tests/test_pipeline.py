@@ -21,9 +21,10 @@ from bioptimus import pipeline
 from bioptimus.errors import LostDeviceError, OutOfDeviceMemoryError
 from bioptimus.inference.schemas import ModelRequest
 from bioptimus.io.wsi import OpenOptions, TileReader
+from bioptimus.jobs import SlideJob, SlideOptions, SlideReport
 from bioptimus.models.clients.local import InProcessClient
 from bioptimus.models.types import ModelSpec
-from bioptimus.pipeline import SlideJob, SlideOptions, SlideReport, process_slide
+from bioptimus.pipeline import process_slide
 from bioptimus.planning import PlanOptions
 from bioptimus.runtime.server_model import BaseServerModel
 from bioptimus.tiles import TileSpec
@@ -155,10 +156,10 @@ def test_result_of_another_tissue_search_is_refused_and_one_that_tells_none_is_o
         assert told.pop("tissue search version") == SEARCH_VERSION
         file.attrs["digest_parameters"] = json.dumps(told)
     # Such a file was made before the search had a version: it is as good as one of the first.
-    monkeypatch.setattr("bioptimus.pipeline.SEARCH_VERSION", 1)
+    monkeypatch.setattr("bioptimus.recipe.SEARCH_VERSION", 1)
     assert run(slide, Runner(), options=searched).state == "skipped"
     assert verify(path).findings == ()
-    monkeypatch.setattr("bioptimus.pipeline.SEARCH_VERSION", 2)
+    monkeypatch.setattr("bioptimus.recipe.SEARCH_VERSION", 2)
     refused = run(slide, Runner(), options=searched)
     assert refused.state == "failed"
     assert refused.reason.endswith(
@@ -168,7 +169,7 @@ def test_result_of_another_tissue_search_is_refused_and_one_that_tells_none_is_o
     assert run(slide, Runner(), options=searched).state == "skipped"
     path.unlink()
     assert run(slide, Runner(), options=whole).state == "ok"
-    monkeypatch.setattr("bioptimus.pipeline.SEARCH_VERSION", 3)
+    monkeypatch.setattr("bioptimus.recipe.SEARCH_VERSION", 3)
     assert run(slide, Runner(), options=whole).state == "skipped", "nothing is searched there"
 
 

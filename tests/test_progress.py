@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
-from bioptimus.pipeline import SlideJob, SlideReport, SlideState, Timings
+from bioptimus.jobs import SlideJob, SlideReport, SlideState, Timings
 from bioptimus.report_html import write_html
 from bioptimus.verify import verify
 from cli.progress import BarProgress, LineProgress, bar, event_line, one_line, slide_line

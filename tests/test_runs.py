@@ -23,7 +23,7 @@ from bioptimus.batch.quiet import SilentListener
 from bioptimus.batch.report import read_runs
 from bioptimus.batch.run import RunConfig, run
 from bioptimus.batch.stage import Stager
-from bioptimus.pipeline import SlideJob, SlideOptions
+from bioptimus.jobs import SlideJob, SlideOptions
 from bioptimus.planning import PlanOptions
 from bioptimus.runtime import batch_size
 from bioptimus.runtime.loader import ModelChoice, load_model

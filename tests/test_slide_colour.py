@@ -14,7 +14,7 @@ from bioptimus.errors import SlideOpenError
 from bioptimus.inference.results import Result
 from bioptimus.io.sources import OpenSlideSource
 from bioptimus.io.wsi import OpenOptions, Slide
-from bioptimus.pipeline import SlideOptions
+from bioptimus.jobs import SlideOptions
 from bioptimus.planning import PlanOptions
 from bioptimus.tiles import Tile, TileSpec, plan_tiles
 from bioptimus.verify import verify

@@ -30,7 +30,7 @@ from bioptimus.batch.run import RunConfig, RunListener, RunResult, Work, list_wo
 from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
 from bioptimus.batch.threads import MAX_WORKERS
 from bioptimus.errors import BioptimusError
-from bioptimus.pipeline import SlideJob, SlideReport, StopSignal
+from bioptimus.jobs import SlideJob, SlideReport, StopSignal
 from bioptimus.runtime.machine import available_cores
 
 log = logging.getLogger(__name__)

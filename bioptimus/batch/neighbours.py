@@ -34,7 +34,7 @@ def made_otherwise(path: Path, now: Mapping[str, Any]) -> str:
 
     Args:
         path: A result of another slide.
-        now: As :func:`~bioptimus.pipeline.run_parameters` tells it of the run.
+        now: As :func:`~bioptimus.recipe.run_parameters` tells it of the run.
     """
     try:
         there = open_result(path, check=False).attributes.get("digest_parameters")

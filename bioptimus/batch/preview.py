@@ -10,19 +10,11 @@ from bioptimus.errors import BioptimusError, OutputError, OutputMismatchError, S
 from bioptimus.inference.layout import digest_of
 from bioptimus.inference.writers import look_at_existing, look_at_part
 from bioptimus.io.wsi import Slide
+from bioptimus.jobs import SlideJob, SlideOptions
 from bioptimus.models.types import ModelSpec
-from bioptimus.pipeline import (
-    THUMBNAIL_PX,
-    SlideJob,
-    SlideOptions,
-    digest_parameters,
-    error_text,
-    job_options,
-    rows_plan,
-    slide_rna,
-    unexpected,
-)
+from bioptimus.pipeline import THUMBNAIL_PX, error_text, unexpected
 from bioptimus.planning import Segmenter, SlidePlan, is_tissue_model, plan_slide
+from bioptimus.recipe import digest_parameters, job_options, rows_plan, slide_rna
 from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.segmenter import open_segmenter
 

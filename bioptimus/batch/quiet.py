@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bioptimus.pipeline import SlideJob, SlideReport
+from bioptimus.jobs import SlideJob, SlideReport
 
 
 @dataclass

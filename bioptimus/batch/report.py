@@ -25,8 +25,8 @@ import orjson
 from bioptimus.batch.jobs import job_id
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.disk import is_gone
+from bioptimus.jobs import SlideJob, SlideReport
 from bioptimus.json_lines import json_line
-from bioptimus.pipeline import SlideJob, SlideReport
 
 if TYPE_CHECKING:
     from bioptimus.runtime.batch_scheduler import BatchStatistics

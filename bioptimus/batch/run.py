@@ -33,26 +33,20 @@ from bioptimus.batch.stage import Stager, staging_folder
 from bioptimus.batch.threads import plan_threads, slides_under_way
 from bioptimus.errors import BioptimusError, LostDeviceError, OutputError, UsageError
 from bioptimus.inference.writers import part_of
-from bioptimus.kinds import check_kinds, checks_kinds
-from bioptimus.models.types import InferenceMode, ModelSpec
-from bioptimus.omics import read_bulk_rna
-from bioptimus.pipeline import (
+from bioptimus.jobs import (
     SlideJob,
     SlideListener,
     SlideOptions,
     SlideReport,
     SlideState,
     StopSignal,
-    error_text,
-    library_versions,
-    process_slide,
-    refused,
-    run_parameters,
-    scale_warning,
-    settle_slide,
-    unexpected,
 )
+from bioptimus.kinds import check_kinds, checks_kinds
+from bioptimus.models.types import InferenceMode, ModelSpec
+from bioptimus.omics import read_bulk_rna
+from bioptimus.pipeline import error_text, process_slide, refused, settle_slide, unexpected
 from bioptimus.planning import Segmenter, is_tissue_model, require_tissue_file
+from bioptimus.recipe import library_versions, run_parameters, scale_warning
 from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.loader import (
     ModelChoice,
