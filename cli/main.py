@@ -171,12 +171,21 @@ def main(arguments: list[str] | None = None) -> int:
         if not (hasattr(exc, "format_message") and hasattr(exc, "exit_code")):
             raise
         code = int(exc.exit_code)
+        context = getattr(exc, "ctx", None)
+        if hasattr(exc, "option_name") and hasattr(exc, "possibilities") and context is not None:
+            exc.possibilities = _options_near(exc.option_name, exc.possibilities, context.command)
         # No text: nothing was typed, and the help has been shown.
         if text := exc.format_message():
-            context = getattr(exc, "ctx", None)
             hint = f"; see '{context.command_path} --help'" if context else ""
             _print_error(text.rstrip(".") + hint, code, as_json=as_json)
     return code if isinstance(code, int) else 0
+
+
+def _options_near(typed: str, alike: list[str] | None, command: Any) -> list[str]:
+    """Options that may be meant: those spelt alike, and those of which it is a word."""
+    known = {name for parameter in command.params for name in parameter.opts}
+    word = typed.lstrip("-")
+    return sorted({*(alike or ()), *(name for name in known if word in name.split("-"))})
 
 
 def _take_all_files_granted() -> None:

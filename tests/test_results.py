@@ -135,6 +135,12 @@ def test_asking_for_what_the_mode_does_not_make_names_what_is_there(
         result.prediction("X")
 
 
+def test_a_slide_is_told_to_be_no_result_and_not_to_be_damaged(example_slide: Path) -> None:
+    words = rf"^{example_slide}: is no result; name a .h5 file that embed or predict has made$"
+    with pytest.raises(OutputError, match=words):
+        open_result(example_slide)
+
+
 def test_an_empty_result_opens(tmp_path: Path) -> None:
     result = open_result(make_result(tmp_path / "a.h5", rows=0))
     assert len(result) == 0

@@ -41,6 +41,18 @@ def test_misspelt_variable_of_an_option_is_told(
     assert not capsys.readouterr().err
 
 
+def test_option_that_there_is_not_is_answered_with_those_it_is_a_word_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["embed", SLIDE, "--mpp", "0.5"]) == 2
+    assert capsys.readouterr().err == (
+        "error: No such option: --mpp (Possible options: --mpp-fallback, --mpp-override, "
+        "--tile-mpp); see 'bioptimus embed --help'\n"
+    )
+    assert main(["embed", SLIDE, "--batchsize", "3"]) == 2
+    assert "(Possible options: --batch-size)" in capsys.readouterr().err
+
+
 SLIDE = str(EXAMPLE_SLIDE)
 RUNS = [
     (["--model", "missing.pt2"], "missing.pt2: no such file"),

@@ -614,6 +614,9 @@ def open_result(path: Path | str, *, check: bool = True) -> Result:
         raise OutputError(f"{path}: is a folder; name one of the result files in it")
     if not found.st_size:
         raise OutputError(f"{path}: is empty (0 bytes); remove it and make it again")
+    if path.suffix != ".h5" and not h5py.is_hdf5(path):
+        # Such as a slide, which is not to be moved away and made again.
+        raise OutputError(f"{path}: is no result; name a .h5 file that embed or predict has made")
     return Result(path, check=check)
 
 
