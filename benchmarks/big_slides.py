@@ -97,7 +97,7 @@ def mosaic(width: int, height: int, *, seed: int = 7, block: int = 500) -> Pixel
             source = pictures[rng.integers(len(pictures))] if from_centre < 1 else glass
             top = rng.integers(source.shape[0] - block + 1)
             left = rng.integers(source.shape[1] - block + 1)
-            piece = np.rot90(source[top : top + block, left : left + block], rng.integers(4))
+            piece = np.rot90(source[top : top + block, left : left + block], int(rng.integers(4)))
             rows, columns = min(block, height - y), min(block, width - x)
             out[y : y + rows, x : x + columns] = piece[:rows, :columns]
     return out

@@ -201,7 +201,7 @@ class Case:
 class _ThroughJson(InProcessClient):
     """The same client, asked with JSON strings as a remote one would be."""
 
-    async def answer_many_async(self, requests, mode):  # type: ignore[no-untyped-def,override]
+    async def answer_many_async(self, requests, mode):  # type: ignore[no-untyped-def]
         bodies = [request.to_json() for request in requests]
         answers = await asyncio.gather(*map(self.embed_async, bodies))
         return [ModelResponse.from_json(answer) for answer in answers]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -67,22 +68,21 @@ def measure(workers: int, *, shared: bool) -> tuple[float, float]:
         return BaseServerModel.from_runner(SPEC, runner, checkpoint_path=checkpoint)
 
     checkpoint = near_free_checkpoint()
-    before = local.SharedPasses, batch_run.load_model
-    local.SharedPasses, batch_run.load_model = one_place, load  # type: ignore[assignment,misc]
     listener = Silent()
-    try:
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as out:
-            config = batch_run.RunConfig(
-                inputs=tuple(map(str, small_slides())),
-                out=Path(out),
-                model=str(checkpoint),
-                workers=workers,
-                batch_size=BATCH,
-            )
-            batch_run.run(config, listener=listener, stop=listener)
-            seconds = time.perf_counter() - listener.started
-    finally:
-        local.SharedPasses, batch_run.load_model = before  # type: ignore[misc]
+    with (
+        patch.object(local, "SharedPasses", one_place),
+        patch.object(batch_run, "load_model", load),
+        tempfile.TemporaryDirectory(dir=cache_folder()) as out,
+    ):
+        config = batch_run.RunConfig(
+            inputs=tuple(map(str, small_slides())),
+            out=Path(out),
+            model=str(checkpoint),
+            workers=workers,
+            batch_size=BATCH,
+        )
+        batch_run.run(config, listener=listener, stop=listener)
+        seconds = time.perf_counter() - listener.started
     return seconds, sum(runner.batches) / (BATCH * len(runner.batches))
 
 

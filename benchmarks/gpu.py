@@ -222,10 +222,8 @@ def _alone(bench: Bench, key: str, path: Path, *, compiled: bool) -> None:
     from bioptimus.runtime.loader import build_server_model
 
     kind = "compiled" if compiled else "portable"
-    if bench.small:
-        sizes, seconds = (1, 8), 0.3
-    else:
-        sizes, seconds = (1, 8, 16, 32, 48, 64, 128, 256), 1.0
+    seconds = 0.3 if bench.small else 1.0
+    sizes = (1, 8) if bench.small else (1, 8, 16, 32, 48, 64, 128, 256)
     with bench.step(f"{key} alone, {kind}", needs_s=len(sizes) * len(CALLERS) * seconds + 30):
         model = build_server_model(path, device=bench.device, use_compiled=compiled)
         runner: Any = model._runner
@@ -362,8 +360,10 @@ def _write_slide(path: Path, side: int) -> Path:
             parts = len(small) // 256
             tiles = [
                 [
-                    imagecodecs.jpeg8_encode(
-                        small[y * 256 : y * 256 + 256, x * 256 : x * 256 + 256], level=85
+                    bytes(
+                        imagecodecs.jpeg8_encode(
+                            small[y * 256 : y * 256 + 256, x * 256 : x * 256 + 256], level=85
+                        )
                     )
                     for x in range(parts)
                 ]

@@ -62,7 +62,7 @@ def ask(process: subprocess.Popen[str], slides: Sequence[Path], out: Path) -> tu
         if line.startswith('{"seconds"'):
             answer = json.loads(line)
             return answer["seconds"], answer["tiles"]
-    raise SystemExit(f"{process.args} ended: {process.wait()}")
+    raise SystemExit(f"{process.args!r} ended: {process.wait()}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -69,11 +69,18 @@ class Case:
         return round(self.read_px)
 
 
+class _Area(TypedDict):
+    """Part of a slide, of a :class:`Case`."""
+
+    columns: tuple[int, int]
+    rows: tuple[int, int]
+
+
 def cases() -> list[Case]:
     """Everything that is measured; the big slides are built if need be."""
     # Begins and ends where stored tiles do, as a whole slide does.
-    area = {"columns": (8, 48), "rows": (8, 40)}
-    few = {"columns": (1, 17), "rows": (1, 8)}
+    area = _Area(columns=(8, 48), rows=(8, 40))
+    few = _Area(columns=(1, 17), rows=(1, 8))
     found = [
         Case(title="A  native level, 224 px", path=big_slide("A"), level=1, read_px=224, **area),
         Case(title="B  448 -> 224", path=big_slide("B"), level=0, read_px=448, **area),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch._inductor.package import load_package
+from torch._inductor.package.package import load_package
 
 from benchmarks.big_slides import cache_folder
 from benchmarks.end_to_end import Silent, small_slides

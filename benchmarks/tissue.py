@@ -100,7 +100,8 @@ class Library:
         name, mpp, part = entry
         cut = self.cut(name, part)
         size = (max(4, round(cut.shape[1] * mpp / MPP)), max(4, round(cut.shape[0] * mpp / MPP)))
-        return spread(cv2.resize(cut, size, interpolation=cv2.INTER_AREA), rng)
+        reduced = cv2.resize(cut, size, interpolation=cv2.INTER_AREA)
+        return spread(np.asarray(reduced, np.uint8), rng)
 
     def any_tissue(self, rng: Random) -> Pixels:
         return self.tissue(TISSUES[str(rng.choice(list(TISSUES)))], rng)
@@ -117,7 +118,7 @@ def spread(texture: npt.NDArray[np.uint8], rng: Random) -> Pixels:
     doubled = np.concatenate([doubled, doubled[:, ::-1]], axis=1)
     rows = (np.arange(SIZE[0]) + rng.integers(2 * height)) % (2 * height)
     columns = (np.arange(SIZE[1]) + rng.integers(2 * width)) % (2 * width)
-    return doubled[rows][:, columns].astype(np.float32)
+    return np.asarray(doubled[rows][:, columns], np.float32)
 
 
 def smooth_noise(rng: Random, scale: float) -> Pixels:
@@ -187,7 +188,9 @@ def finish(pixels: Pixels, rng: Random, *, quality: int | None = None) -> npt.ND
     image = np.clip(pixels, 0, 255).astype(np.uint8)
     ok, data = cv2.imencode(".jpg", image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, quality])
     assert ok
-    return np.ascontiguousarray(cv2.imdecode(data, cv2.IMREAD_COLOR)[..., ::-1])
+    stored = cv2.imdecode(data, cv2.IMREAD_COLOR)
+    assert stored is not None
+    return np.ascontiguousarray(stored[..., ::-1], np.uint8)
 
 
 def scene(pixels: Pixels, truth: Mask, rng: Random, *, quality: int | None = None) -> Scene:
@@ -360,10 +363,10 @@ def add_dust(pixels: Pixels, rng: Random) -> Pixels:
     for _ in range(12):
         points = np.cumsum(rng.normal(0, 12, (8, 2)), axis=0) + rng.uniform(0, 600, 2)
         cv2.polylines(ink, [points.astype(np.int32)], False, float(rng.uniform(0.3, 1.5)), 2)
-    ink = cv2.GaussianBlur(ink, (0, 0), 1.0)
+    soft = cv2.GaussianBlur(ink, (0, 0), 1.0)
     smudge = np.clip(smooth_noise(rng, 30) - 0.9, 0, 1) * 0.35
     tint = np.array([1, 1.02, 1.06]) * rng.uniform(0.97, 1.03, 3)
-    return np.asarray(pixels * np.exp(-(ink + smudge)[..., None] * tint), dtype=np.float32)
+    return np.asarray(pixels * np.exp(-(soft + smudge)[..., None] * tint), dtype=np.float32)
 
 
 def dust(library: Library, rng: Random) -> Scene:
