@@ -412,6 +412,13 @@ def test_one_file_can_be_checked_alone(out: Path, capsys: pytest.CaptureFixture[
         verify(out / "tiny" / "a.h5", slides=())
 
 
+def test_what_macos_puts_beside_a_result_is_none(out: Path, tmp_path: Path) -> None:
+    (out / "tiny" / "._a.h5").write_bytes(b"\x00\x05\x16\x07" + bytes(4092))
+    found = verify(out)
+    assert (found.files, found.findings) == (3, ())
+    assert main(["convert", str(out), "--to", "npz", "--out", str(tmp_path / "npz")]) == 0
+
+
 def test_a_foreign_file_is_found(out: Path) -> None:
     with h5py.File(out / "tiny" / "x.h5", "w") as file:
         file["features"] = np.zeros((2, 2))

@@ -65,6 +65,8 @@ def results_below(folder: Path) -> list[Path]:
 def files_below(folder: Path, not_listed: Callable[[OSError], None]) -> Iterator[Path]:
     """Every file below a folder, to the bottom; links to folders are not followed.
 
+    But for ``._x``, in which macOS keeps what other file systems cannot say of the ``x`` beside it.
+
     Args:
         folder: The folder.
         not_listed: Called for each folder that cannot be looked into.
@@ -72,7 +74,7 @@ def files_below(folder: Path, not_listed: Callable[[OSError], None]) -> Iterator
     for place, _, names in os.walk(folder, onerror=not_listed):
         for name in names:
             path = Path(place, name)
-            if _may_be_file(path):
+            if not name.startswith("._") and _may_be_file(path):
                 yield path
 
 
