@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from bioptimus.batch.inputs import find_inputs
+from bioptimus.batch.result_files import find_results
 from bioptimus.batch.signals import StopFlag
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference import hdf5_image
@@ -417,6 +418,27 @@ def test_what_macos_puts_beside_a_result_is_none(out: Path, tmp_path: Path) -> N
     found = verify(out)
     assert (found.files, found.findings) == (3, ())
     assert main(["convert", str(out), "--to", "npz", "--out", str(tmp_path / "npz")]) == 0
+
+
+def test_results_behind_a_link_to_a_folder_are_looked_at_once(out: Path, tmp_path: Path) -> None:
+    (out / "other").rename(tmp_path / "moved")
+    (out / "other").symlink_to(tmp_path / "moved")
+    (out / "a").symlink_to("tiny")
+    (tmp_path / "moved" / "up").symlink_to(out)
+    (out / "lost").symlink_to(tmp_path / "nowhere")
+    set_value("coords", 2, [0, 0])(out / "other" / "a.h5")
+    set_value("coords", 2, [0, 0])(out / "tiny" / "a.h5")
+    found = verify(out)
+    assert found.files == 3
+    assert {finding.path for finding in found.findings} == {
+        out / "other" / "a.h5",
+        out / "tiny" / "a.h5",
+    }
+    assert list(find_results([out]).values()) == [
+        Path("other/a.h5"),
+        Path("tiny/a.h5"),
+        Path("tiny/sub/b.h5"),
+    ]
 
 
 def test_a_foreign_file_is_found(out: Path) -> None:

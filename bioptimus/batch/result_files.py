@@ -63,7 +63,7 @@ def results_below(folder: Path) -> list[Path]:
 
 
 def files_below(folder: Path, not_listed: Callable[[OSError], None]) -> Iterator[Path]:
-    """Every file below a folder, to the bottom; links to folders are not followed.
+    """Every file below a folder, to the bottom, each folder once; also behind links to folders.
 
     But for ``._x``, in which macOS keeps what other file systems cannot say of the ``x`` beside it.
 
@@ -71,11 +71,22 @@ def files_below(folder: Path, not_listed: Callable[[OSError], None]) -> Iterator
         folder: The folder.
         not_listed: Called for each folder that cannot be looked into.
     """
-    for place, _, names in os.walk(folder, onerror=not_listed):
-        for name in names:
-            path = Path(place, name)
-            if not name.startswith("._") and _may_be_file(path):
-                yield path
+    seen: set[str] = set()
+    # Links last: what is below the folder is called by its own name.
+    starts = [folder]
+    for start in starts:
+        for place, folders, names in os.walk(start, onerror=not_listed):
+            real = os.path.realpath(place)
+            if real in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            below = (Path(place, name) for name in sorted(folders))
+            starts.extend(path for path in below if path.is_symlink())
+            for name in names:
+                path = Path(place, name)
+                if not name.startswith("._") and _may_be_file(path):
+                    yield path
 
 
 def why_not_listed(error: OSError) -> str:
