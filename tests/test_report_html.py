@@ -262,6 +262,14 @@ def test_a_copy_counts_what_it_holds_and_not_what_its_original_does(
     assert kept["output"] == str(copy / "lite0" / "b" / "one.h5")
 
 
+def test_attributes_of_another_kind_are_no_hindrance(sample: Sample, tmp_path: Path) -> None:
+    with h5py.File(write_result(tmp_path / "a.h5", sample), "r+") as file:
+        file.attrs["warnings"] = 5
+        file.attrs["tiles_planned"] = "many"
+    (slide,) = collect(tmp_path).slides
+    assert (slide.state, slide.warnings, slide.tiles_planned) == ("ok", (), None)
+
+
 def test_results_without_any_report_are_listed(out: Path) -> None:
     shutil.rmtree(out / "runs")
     assert {each.state for each in collect(out).slides} == {"ok", "empty"}

@@ -263,6 +263,19 @@ def test_what_is_no_number_is_an_error_in_files_without_checksums_too(
     assert write_html(tmp_path, tmp_path / "a.html") == 1
 
 
+def test_a_tile_outside_the_slide_is_an_error_in_files_without_checksums_too(
+    tmp_path: Path,
+) -> None:
+    path = make_result(tmp_path / "a.h5")
+    with h5py.File(path, "r+") as file:
+        file["coords"][5] = (1 << 60, 0)
+        del file["coords"].attrs["crc32"]
+    with pytest.raises(OutputError, match="has 1 tile whose corner is outside the slide; make"):
+        _ = open_result(path).coords
+    assert len(open_result(path, check=False).coords) == 11
+    assert write_html(tmp_path, tmp_path / "a.html") == 1
+
+
 def test_rows_of_one_kind_are_looked_at_and_files_without_checksums_are_read(
     tmp_path: Path,
 ) -> None:

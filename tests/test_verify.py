@@ -117,6 +117,14 @@ def replace(dataset: str, values: np.ndarray[Any, Any]) -> Callable[[Path], None
     return damage
 
 
+def set_downsample(value: object) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with h5py.File(path, "r+") as file:
+            file["tissue_mask"].attrs["downsample"] = value
+
+    return damage
+
+
 def lose_downsample(path: Path) -> None:
     with h5py.File(path, "r+") as file:
         del file["tissue_mask"].attrs["downsample"]
@@ -152,7 +160,10 @@ def set_coords_attribute(name: str, value: object) -> Callable[[Path], None]:
         (replace("thumbnail", np.zeros((0, 0, 3), np.uint8)), "holds uint8 (0, 0, 3) as thumbnail"),
         (replace("thumbnail", np.zeros((2, 2, 4), np.uint8)), "holds uint8 (2, 2, 4) as thumbnail"),
         (replace("output_names", np.array(["A"], "S1")), "has 1 name for 3 predicted values"),
-        (lose_downsample, "lacks the attribute downsample of tissue_mask"),
+        (lose_downsample, "says nothing as downsample of tissue_mask"),
+        (set_downsample([4.0]), "says [4.0] as downsample of tissue_mask"),
+        (set_downsample([0.0, 4.0]), "says [0.0, 4.0] as downsample of tissue_mask"),
+        (set_downsample([4.0, np.nan]), "says [4.0, nan] as downsample of tissue_mask"),
         (lose("coords"), "lacks the dataset coords"),
         (set_value("features", 5, np.nan), "has 1 row of features with NaN or Inf"),
         (set_value("predictions", 0, np.inf), "has 1 row of predictions with NaN or Inf"),

@@ -41,6 +41,13 @@ def test_fewer_rows_than_columns_give_the_same_axes() -> None:
         assert abs(float(axis @ reference)) == pytest.approx(1, abs=1e-4)
 
 
+def test_rows_of_very_large_values_have_the_axes_of_small_ones() -> None:
+    rows = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+    small, large = (Components.fit(rows * np.float32(by)) for by in (1, 1e25))
+    assert np.allclose(small.axes, large.axes, atol=1e-4)
+    assert np.allclose(small.share, large.share, atol=1e-4)
+
+
 def test_sign_and_order_do_not_depend_on_the_order_of_rows() -> None:
     rows = rows_along((5, 3, 2))
     first, second = (Components.fit(each, count=3) for each in (rows, rows[::-1]))

@@ -238,8 +238,19 @@ class Result:
 
     @cached_property
     def coords(self) -> npt.NDArray[np.int64]:
-        """(N, 2) x and y of the tiles' upper-left corners, level-0 pixels."""
-        return self.read("coords")
+        """(N, 2) x and y of the tiles' upper-left corners, level-0 pixels.
+
+        Raises:
+            OutputError: One is outside the slide.
+        """
+        coords: npt.NDArray[np.int64] = self.read("coords")
+        outside = ((coords < 0) | (coords >= np.array(self.dimensions))).any(axis=1)
+        if self._checked and outside.any():
+            count = counted(int(outside.sum()), "tile")
+            raise OutputError(
+                f"{self.path}: has {count} whose corner is outside the slide; make it again"
+            )
+        return coords
 
     @cached_property
     def tissue_ratios(self) -> npt.NDArray[np.float32]:
@@ -683,8 +694,11 @@ def _check_datasets(path: Path, there: Mapping[str, h5py.Dataset]) -> None:
         if not fits:
             what = f"{found.dtype} {shape}" if shape else "no array"
             raise OutputError(f"{path}: holds {what} as {name}; make it again")
-        if name in ("thumbnail", "tissue_mask") and "downsample" not in found.attrs:
-            raise OutputError(f"{path}: lacks the attribute downsample of {name}; make it again")
+        if name in ("thumbnail", "tissue_mask"):
+            scale = np.asarray(found.attrs.get("downsample", ()))
+            if scale.shape != (2,) or not (np.isfinite(scale) & (scale > 0)).all():
+                said = scale.tolist() or "nothing"
+                raise OutputError(f"{path}: says {said} as downsample of {name}; make it again")
         lengths[name] = shape[0]
     names, values = lengths.get("output_names"), there.get("predictions")
     if names and values is not None and names != values.shape[1]:

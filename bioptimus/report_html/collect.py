@@ -191,7 +191,7 @@ def _entry(record: Mapping[str, Any], *, model: str) -> SlideEntry:
         job=str(record.get("job") or ""),
         run=str(record["run"]),
         versions=_mapping(record.get("versions")),
-        warnings=tuple(map(str, record.get("warnings") or ())),
+        warnings=_texts(record.get("warnings")),
     )
 
 
@@ -216,7 +216,7 @@ def _read_file(path: Path) -> SlideEntry:
             output=path,
             versions=_mapping(attributes.get("versions")),
             parameters=_mapping(attributes.get("digest_parameters")),
-            warnings=tuple(map(str, attributes.get("warnings") or ())),
+            warnings=_texts(attributes.get("warnings")),
             failed_tiles=tuple(
                 (tile.x, tile.y, tile.stage, tile.reason) for tile in failed[:_FAILED_TILES_SHOWN]
             ),
@@ -271,12 +271,16 @@ def _mapping(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
 def _whole(value: Any) -> int | None:
-    return None if value is None else int(value)
+    return value if isinstance(value, int) else None
 
 
 def _first_number(value: Any) -> float | None:
     """A number, or the first of a pair."""
     if isinstance(value, list | tuple):
         value = value[0] if value else None
-    return None if value is None else float(value)
+    return float(value) if isinstance(value, int | float) else None

@@ -16,6 +16,9 @@ this number; the eye cannot tell the colours of 16,384 rows from those of all.""
 MAX_COMPONENTS = 32
 """What clustering uses; a map uses three."""
 
+# The sum of squares of larger values may not fit into float32.
+_LARGEST_SQUARED = 1e15
+
 # A hundredth of the tiles at either end may saturate: one folded or inked tile must not turn
 # the rest of the slide into one colour.
 _RANGE_PERCENTILES = (1.0, 99.0)
@@ -120,9 +123,14 @@ def _leading(centred: Floats, count: int) -> tuple[npt.NDArray[np.float64], Floa
     rows, width = centred.shape
     if rows < 2:
         return np.zeros(0), np.zeros((0, width), np.float32)
+    extent = float(np.abs(centred).max(initial=0.0))
+    scale = extent if extent > _LARGEST_SQUARED else 1.0
+    if scale != 1.0:
+        centred = centred / np.float32(scale)
     wide = rows < width
     product = (centred @ centred.T if wide else centred.T @ centred).astype(np.float64)
     values, vectors = np.linalg.eigh(product / (rows - 1))
+    values *= scale**2
     count = min(count, rows - 1, width)
     values, vectors = values[::-1][:count], vectors[:, ::-1][:, :count]
     # Below float32's rounding of the largest, a direction is noise of the arithmetic.
