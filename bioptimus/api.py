@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from bioptimus.batch.quiet import Stop
-from bioptimus.batch.run import RunConfig, list_work, run
+from bioptimus.batch.run import RunConfig, run
+from bioptimus.batch.work import list_work
 from bioptimus.errors import BioptimusError, SlideError, UsageError
 from bioptimus.io.wsi import OpenOptions
 from bioptimus.jobs import SlideOptions, SlideReport

@@ -37,13 +37,7 @@ from bioptimus.inference.schemas import ModelRequest, ModelResponse
 from bioptimus.inference.writers import HDF5Writer, check_existing, look_at_existing
 from bioptimus.io.crew import ALONE, Crew
 from bioptimus.io.wsi import Slide, TileReader
-from bioptimus.jobs import (
-    SlideJob,
-    SlideListener,
-    SlideOptions,
-    SlideReport,
-    StopSignal,
-)
+from bioptimus.jobs import SlideJob, SlideListener, SlideOptions, SlideReport, StopSignal
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.planning import PlanOptions, Segmenter, SlidePlan, plan_slide
 from bioptimus.recipe import digest_parameters, file_plan, job_options, scale_warning, slide_rna

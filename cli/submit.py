@@ -15,7 +15,7 @@ from bioptimus.errors import UsageError
 from cli.progress import left_out, say
 
 if TYPE_CHECKING:
-    from bioptimus.batch.run import Work
+    from bioptimus.batch.work import Work
 
 # What follows the action belongs to it, options and all.
 CONTEXT_SETTINGS: dict[str, object] = {"allow_interspersed_args": False}
@@ -200,7 +200,7 @@ def _check(action: Action, parsed: dict[str, Any]) -> "Work":
     from dataclasses import replace
 
     from bioptimus.batch.places import refuse_dash
-    from bioptimus.batch.run import list_work
+    from bioptimus.batch.work import list_work
     from bioptimus.models.types import InferenceMode
     from cli.run_slides import run_config
 

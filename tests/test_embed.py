@@ -16,7 +16,8 @@ import openslide
 import pytest
 import torch
 
-from bioptimus.batch.run import RunConfig, list_work, run
+from bioptimus.batch.run import RunConfig, run
+from bioptimus.batch.work import list_work
 from bioptimus.jobs import SlideOptions
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.planning import PlanOptions

@@ -26,9 +26,10 @@ from typing import Any, Protocol
 from bioptimus.batch.lists import write_list
 from bioptimus.batch.quiet import SilentListener, Stop
 from bioptimus.batch.report import RUNS_FOLDER, is_left_to_another_job, merge_reports
-from bioptimus.batch.run import RunConfig, RunListener, RunResult, Work, list_work, run
+from bioptimus.batch.run import RunConfig, RunListener, RunResult, run
 from bioptimus.batch.signals import STOP_SIGNALS, StopFlag
 from bioptimus.batch.threads import MAX_WORKERS
+from bioptimus.batch.work import Work, list_work
 from bioptimus.errors import BioptimusError
 from bioptimus.jobs import SlideJob, SlideReport, StopSignal
 from bioptimus.runtime.machine import available_cores

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from bioptimus.batch.run import RunConfig, Work, list_work
+from bioptimus.batch.config import RunConfig
+from bioptimus.batch.work import Work, list_work
 from bioptimus.errors import BioptimusError, OutputError, OutputMismatchError, SlideOpenError
 from bioptimus.inference.layout import digest_of
 from bioptimus.inference.writers import look_at_existing, look_at_part
