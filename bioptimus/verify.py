@@ -55,7 +55,8 @@ class Verification:
         rows: Rows in them.
         findings: Everything that is wrong, by path.
         notes: What is right and good to know: a slide that stands there under several names, as
-            cohorts often hold one, and a folder of one model with results of several kinds.
+            cohorts often hold one, a folder of one model with results of several kinds, and results
+            that another program wrote into.
         sampled: Number of files of which only the first and last
             :data:`~bioptimus.inference.checking.SAMPLED_ROWS` rows were read.
     """
@@ -128,7 +129,7 @@ def verify(
         files=len(results),
         rows=sum(facts.rows for facts in found.values()),
         findings=tuple(findings),
-        notes=(*_mixed(found), *_repeated(found)),
+        notes=(*_mixed(found), *_repeated(found), *_written_into(found)),
         sampled=sum(facts.sampled for facts in found.values()),
     )
 
@@ -248,6 +249,14 @@ def _repeated(found: Mapping[Path, Facts]) -> Iterator[Finding]:
             first = seen.setdefault(alike, path)
         if first != path:
             yield Finding(path=path, problem=f"holds the same slide and model as {first}")
+
+
+def _written_into(found: Mapping[Path, Facts]) -> Iterator[Finding]:
+    """Results whose attributes may say something else than was written: no checksum tells which."""
+    for path, facts in found.items():
+        if facts.texts_changed:
+            problem = "holds other texts than were written: a program added to it, or it is damaged"
+            yield Finding(path=path, problem=problem)
 
 
 def _mixed(found: Mapping[Path, Facts]) -> Iterator[Finding]:

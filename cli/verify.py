@@ -40,8 +40,8 @@ def verify(
     Finds values that changed since they were written, facts that contradict each other, and files
     that crash the HDF5 library.
     Prints one line for each finding and exits with 1 if there is any. Slides that stand there
-    twice, and folders with results of several kinds (another model of the same name, scale or
-    overlap), are told as notes, which change no exit code.
+    twice, folders with results of several kinds (another model of the same name, scale or overlap),
+    and results that another program added texts to, are told as notes, which change no exit code.
     """
     import json
     import os

@@ -134,9 +134,14 @@ def test_a_heap_that_begins_at_the_end_of_a_page_is_found() -> None:
 def test_a_result_that_somebody_wrote_a_text_into_is_read_all_the_same(tmp_path: Path) -> None:
     path = make_result(tmp_path / "a.h5")
     with h5py.File(path, "r+") as file:
+        dict(file.attrs)  # a new text is then put where the others lie
         file.attrs["label"] = "tumour"
     assert open_result(path).attributes["label"] == "tumour"
-    assert not verify(tmp_path).findings
+    found = verify(tmp_path)
+    assert not found.findings
+    assert [note.problem for note in found.notes] == [
+        "holds other texts than were written: a program added to it, or it is damaged"
+    ]
 
 
 def test_a_file_that_has_changed_since_is_looked_at_again(tmp_path: Path) -> None:

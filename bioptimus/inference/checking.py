@@ -23,7 +23,7 @@ from bioptimus.counting import counted
 from bioptimus.errors import OutputError
 from bioptimus.inference import guard
 from bioptimus.inference.checksums import row_checksums
-from bioptimus.inference.hdf5_image import DAMAGE_ERRORS, open_to_read
+from bioptimus.inference.hdf5_image import DAMAGE_ERRORS, open_to_read, texts_changed
 from bioptimus.inference.layout import STORED_TYPES, digest_of, of_run
 from bioptimus.inference.results import Result, RowsName, open_result
 
@@ -62,6 +62,7 @@ class Facts:
         slide_size_bytes: Size of the slide then; None where it does not say.
         model: Name of the model.
         model_sha256: Digest of the model's weights.
+        texts_changed: Whether it was written into since, or its texts are damaged.
         parameters: What a run made it with, whatever the slide.
     """
 
@@ -72,6 +73,7 @@ class Facts:
     slide_size_bytes: int | None
     model: str
     model_sha256: str
+    texts_changed: bool
     parameters: Mapping[str, Any]
 
 
@@ -89,6 +91,7 @@ def check_file(path: Path, *, whole_up_to_bytes: float) -> Checked:
         with result.held_open():
             model = result.model.name  # raises where its description cannot be read
             problems = tuple(_problems(result, whole=whole))
+            changed = texts_changed(path)
     except OutputError as exc:
         return Checked(problems=(str(exc).removeprefix(f"{path}: "),))
     size = result.attributes.get("slide_size_bytes")
@@ -102,6 +105,7 @@ def check_file(path: Path, *, whole_up_to_bytes: float) -> Checked:
             slide_size_bytes=size if isinstance(size, int) else None,
             model=model,
             model_sha256=result.model_sha256,
+            texts_changed=changed,
             parameters=of_run(_parameters(result)),
         ),
     )

@@ -143,6 +143,16 @@ def _has_checksums(path: Path) -> bool:
         return file.read(4) == b"OHDR"
 
 
+def texts_changed(path: Path) -> bool:
+    """Whether a file of ours holds other texts than were written; false where it does not tell.
+
+    Raises:
+        OSError: As h5py raises it.
+    """
+    with open_to_read(path) as file:
+        return HEAP_CHECKSUMS in file.attrs and not _has_own_heaps(file, path)
+
+
 def _has_own_heaps(file: h5py.File, path: Path) -> bool:
     """Whether the texts of a file with checksums lie as they were written."""
     if HEAP_CHECKSUMS not in file.attrs:
