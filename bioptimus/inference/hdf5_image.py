@@ -36,7 +36,8 @@ _GZIP_LEVEL = 1
 # reads. In files as of old, which h5py writes unless told, one changed bit can crash it.
 _FORMAT_OF = ("v108", "v108")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-# A global heap, where texts of any length lie, and its version: the one part without a checksum.
+# A global heap, where texts of any length lie, and its version. It has no checksum, and the library
+# does not survive all damage there, as it does that of an index of chunks.
 _HEAP_SIGNATURE = b"GCOL\1\0\0\0"
 _LARGEST_OFFSET = (1 << 63) - 1
 
