@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from bioptimus.counting import counted
-from cli.progress import say
+from cli.progress import bar, say
 
 
 class To(StrEnum):
@@ -68,13 +68,15 @@ def convert(
     options = ConvertOptions(geometry=geometry.value, measurements=tuple(measurement or ()))
     failed = False
     kept = 0
-    for done in run(results, out, to=to.value, options=options, overwrite=overwrite):
-        for path in done.outputs:
-            say(path)
-        kept += len(done.kept)
-        if done.problem is not None:
-            failed = True
-            say(f"error: {done.problem}", err=True)
+    with bar() as tell:
+        each = run(results, out, to=to.value, options=options, overwrite=overwrite, tell=tell)
+        for done in each:
+            for path in done.outputs:
+                say(path)
+            kept += len(done.kept)
+            if done.problem is not None:
+                failed = True
+                say(f"error: {done.problem}", err=True)
     if kept:
         say(f"{counted(kept, 'output')} up to date already", err=True)
     if failed:

@@ -297,7 +297,7 @@ class BarProgress(LineProgress):
 
 @contextlib.contextmanager
 def bar() -> Iterator[Tell]:
-    """One bar on a terminal, gone afterwards; nothing elsewhere.
+    """One bar on a terminal, gone at the end of what it counts; nothing elsewhere.
 
     Yields:
         What moves it, and begins anew where it is told of something else.
@@ -319,6 +319,10 @@ def bar() -> Iterator[Tell]:
                     progress.remove_task(task)
                 progress.add_task(what)
             progress.update(progress.task_ids[0], completed=done, total=of)
+            if done == of:  # what comes next may print
+                progress.stop()
+            elif not progress.live.is_started:
+                progress.start()
 
         yield move
 

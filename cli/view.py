@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bioptimus.errors import OutputError, UsageError
-from cli.progress import say
+from cli.progress import bar, say
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,10 @@ def view(
         for option, value in (("--slide", slide), ("--tile", tile), ("--at", at)):
             if value is not None:
                 raise UsageError(f"{option} {value}: is for one result, not for {len(found)}")
-    sheets = plan_sheets(found, wanted, out=out, suffix=file_format.value, overwrite=overwrite)
+    with bar() as tell:
+        sheets = plan_sheets(
+            found, wanted, out=out, suffix=file_format.value, overwrite=overwrite, tell=tell
+        )
     fitted = fit_colours(sheets, wanted)
     failed = False
     # Several results may be of one slide.

@@ -123,7 +123,9 @@ def on_a_terminal(*words: str) -> str:
 def test_commands_over_many_results_show_on_a_terminal_how_far_they_are(tmp_path: Path) -> None:
     for name in "abc":
         make_result(tmp_path / "out" / "tiny" / f"{name}.h5")
-    assert "3/3" in on_a_terminal("verify", str(tmp_path / "out"))
+    out, made = str(tmp_path / "out"), str(tmp_path / "made")
+    for words in (["verify"], ["convert", "--to", "npz", "--out", made], ["view", "--out", made]):
+        assert "/3" in on_a_terminal(words[0], out, *words[1:])
 
 
 def test_many_results_are_counted_as_they_are_done(tmp_path: Path) -> None:
@@ -149,5 +151,6 @@ def test_a_bar_begins_anew_with_what_is_counted_next(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Progress, "update", noting)
     with bar() as move:
         move("results", 2, 2)
+        print("what is printed between them")
         move("pictures", 1, 2)
     assert shown == [("results", 2), ("pictures", 1)]

@@ -16,6 +16,7 @@ from bioptimus.convert.record import Record, made_from
 from bioptimus.convert.scverse import h5ad, spatialdata
 from bioptimus.convert.tables import npz, parquet, zarr
 from bioptimus.convert.trees import clam, trident
+from bioptimus.counting import Tell, tell_nobody
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.disk import (
     output_errors,
@@ -101,6 +102,7 @@ def convert(
     to: str,
     options: ConvertOptions | None = None,
     overwrite: bool = False,
+    tell: Tell = tell_nobody,
 ) -> Iterator[Converted]:
     """Convert results, one after the other; one that fails does not stop the others.
 
@@ -113,6 +115,7 @@ def convert(
         to: A name in :data:`FORMATS`.
         options: What the text formats write.
         overwrite: Make every output anew, also in the place of what is there.
+        tell: Called for each result that was looked at; all are before the first is converted.
 
     Yields:
         What became of each result, in the order found.
@@ -125,10 +128,11 @@ def convert(
     if to not in FORMATS:
         raise UsageError(f"{to}: no such format; known are {', '.join(FORMATS)}")
     chosen = options or ConvertOptions()
-    plans = deque(
-        _plan(source, relative, to, chosen)
-        for source, relative in find_results(arguments, exclude=out).items()
-    )
+    plans: deque[Conversion] = deque()
+    found = find_results(arguments, exclude=out)
+    for source, relative in found.items():
+        plans.append(_plan(source, relative, to, chosen))
+        tell("results", len(plans), len(found))
     _refuse_collisions(plans)
     with output_errors(out, "cannot be made", advice="choose another --out"):
         out.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from bioptimus.batch.result_files import results_below
+from bioptimus.counting import Tell, tell_nobody
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.disk import refuse_file, refuse_folder, remove_abandoned
 from bioptimus.view import figures
@@ -144,6 +145,7 @@ def plan_sheets(
     out: Path,
     suffix: str,
     overwrite: bool = False,
+    tell: Tell = tell_nobody,
 ) -> list[Sheet]:
     """Find out what will be drawn, and refuse what cannot be; nothing is written.
 
@@ -154,6 +156,7 @@ def plan_sheets(
         suffix: ``png``, ``svg`` or ``pdf``.
         overwrite: Whether pictures of other results may be replaced. Those of the same result are
             in any case.
+        tell: Called before each result is looked at.
 
     Returns:
         A sheet for each result; of one that cannot be read it says why.
@@ -165,7 +168,8 @@ def plan_sheets(
     """
     sheets: list[Sheet] = []
     taken: dict[str, Path] = {}
-    for path, relative in results.items():
+    for number, (path, relative) in enumerate(results.items()):
+        tell("results", number, len(results))
         try:
             source = open_source(path)
         except OutputError as exc:
