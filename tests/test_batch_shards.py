@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bioptimus.batch.batch_system import job_id
 from bioptimus.batch.inputs import SlideInput
-from bioptimus.batch.jobs import job_id
 from bioptimus.batch.shards import OVERHEAD_BYTES, Shard, parse_shard, share
 from bioptimus.errors import UsageError
 

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
 
-from bioptimus.batch.jobs import job_id
+from bioptimus.batch.batch_system import job_id
 from bioptimus.errors import OutputError
 from bioptimus.inference.disk import boot_id, refuse_folder
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from bioptimus.batch.jobs import job_id
+from bioptimus.batch.batch_system import job_id
 from bioptimus.errors import OutputError, UsageError
 from bioptimus.inference.disk import is_gone
 from bioptimus.jobs import SlideJob, SlideReport

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bioptimus.batch.batch_system import array_task
 from bioptimus.batch.inputs import SlideInput
-from bioptimus.batch.jobs import array_task
 from bioptimus.errors import UsageError
 
 # Opening a slide, finding its tissue and closing its file take about as long as this much of

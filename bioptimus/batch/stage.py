@@ -15,9 +15,9 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Self
 
+from bioptimus.batch.batch_system import job_id
 from bioptimus.batch.claims import Claim, claim_path
 from bioptimus.batch.inputs import SlideInput
-from bioptimus.batch.jobs import job_id
 from bioptimus.errors import OutputError, UsageError
 
 logger = logging.getLogger(__name__)
