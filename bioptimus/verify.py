@@ -142,8 +142,7 @@ def _paths(out: Path, stop: StopFlag) -> tuple[list[Path], list[Finding]]:
     hidden: list[Finding] = []
 
     def not_listed(error: OSError) -> None:
-        folder, _, problem = why_not_listed(error).partition(": ")
-        hidden.append(Finding(path=Path(folder), problem=problem))
+        hidden.append(Finding(path=Path(error.filename), problem=why_not_listed(error)))
 
     for path in files_below(out, not_listed):
         _end_if_told(stop)

@@ -660,15 +660,16 @@ def test_results_of_several_kinds_in_one_folder_are_a_note(tmp_path: Path) -> No
 @pytest.fixture
 def hidden(out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder within, which the system does not show."""
+    folder = (out / "tiny" / "sub").rename(out / "tiny" / "a: b")
     scandir = os.scandir
 
     def refusing(path: Any) -> Any:
-        if Path(path) == out / "tiny" / "sub":
+        if Path(path) == folder:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    return out / "tiny" / "sub"
+    return folder
 
 
 def test_a_folder_that_cannot_be_looked_into_is_told(
@@ -677,6 +678,7 @@ def test_a_folder_that_cannot_be_looked_into_is_told(
     why = (
         f"{hidden}: cannot be looked into (Permission denied); check its permissions and the mount"
     )
+    assert [finding.path for finding in verify(out).findings] == [hidden]
     assert main(["verify", str(out)]) == 1
     assert capsys.readouterr() == (f"{why}\n", "2 files, 610 tiles, 1 finding\n")
     commands = (

@@ -57,7 +57,8 @@ def results_below(folder: Path) -> list[Path]:
     """
 
     def warn(error: OSError) -> None:
-        log.warning("%s; what is in it is left out", why_not_listed(error))
+        why = why_not_listed(error)
+        log.warning("%s: %s; what is in it is left out", error.filename, why)
 
     return sorted(path for path in files_below(folder, warn) if path.name.endswith(RESULT_SUFFIX))
 
@@ -90,11 +91,8 @@ def files_below(folder: Path, not_listed: Callable[[OSError], None]) -> Iterator
 
 
 def why_not_listed(error: OSError) -> str:
-    """Say of a folder that it cannot be looked into."""
-    return (
-        f"{error.filename}: cannot be looked into ({error.strerror}); check its permissions and "
-        "the mount"
-    )
+    """Say of a folder that it cannot be looked into, without its name."""
+    return f"cannot be looked into ({error.strerror}); check its permissions and the mount"
 
 
 def _may_be_file(path: Path) -> bool:
