@@ -12,10 +12,10 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import h5py
 import imagecodecs
@@ -101,17 +101,14 @@ def open_to_read(path: Path) -> h5py.File:
     """
     mark = _mark(path)
     if mark not in _looked_at:
-        # What is no HDF5 file at all is no danger, and h5py says so.
-        if _has_checksums(path) or not h5py.is_hdf5(path):
-            file = _open(path)
-            try:
-                if _has_own_heaps(file, path):
+        with path.open("rb") as raw, ExitStack() as opened:
+            # What is no HDF5 file at all is no danger, and h5py says so.
+            if _has_checksums(raw) or not h5py.is_hdf5(path):
+                file = opened.enter_context(_open(path))
+                if _has_own_heaps(file, raw):
                     _looked_at[mark] = None
+                    opened.pop_all()
                     return file
-            except BaseException:
-                file.close()
-                raise
-            file.close()
         _looked_at[mark] = why_deadly(path)
     if (why := _looked_at[mark]) is not None:
         raise OutputError(f"{path}: {why}")
@@ -133,15 +130,14 @@ def _mark(path: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _has_checksums(path: Path) -> bool:
+def _has_checksums(raw: BinaryIO) -> bool:
     """Whether the structure is that of HDF5 1.8 or later, from the root on."""
-    with path.open("rb") as file:
-        start = file.read(48)
-        if not start.startswith(_SIGNATURE) or start[8] < 2 or start[9] != 8:
-            return False
-        # After base, extension and end of the file, all of eight bytes.
-        file.seek(int.from_bytes(start[36:44], "little") & _LARGEST_OFFSET)
-        return file.read(4) == b"OHDR"
+    start = raw.read(48)
+    if not start.startswith(_SIGNATURE) or start[8] < 2 or start[9] != 8:
+        return False
+    # After base, extension and end of the file, all of eight bytes.
+    raw.seek(int.from_bytes(start[36:44], "little") & _LARGEST_OFFSET)
+    return raw.read(4) == b"OHDR"
 
 
 def texts_changed(path: Path) -> bool:
@@ -150,20 +146,18 @@ def texts_changed(path: Path) -> bool:
     Raises:
         OSError: As h5py raises it.
     """
-    with open_to_read(path) as file:
-        return HEAP_CHECKSUMS in file.attrs and not _has_own_heaps(file, path)
+    with open_to_read(path) as file, path.open("rb") as raw:
+        return HEAP_CHECKSUMS in file.attrs and not _has_own_heaps(file, raw)
 
 
-def _has_own_heaps(file: h5py.File, path: Path) -> bool:
+def _has_own_heaps(file: h5py.File, raw: BinaryIO) -> bool:
     """Whether the texts of a file with checksums lie as they were written."""
     if HEAP_CHECKSUMS not in file.attrs:
         return False
-    heaps = file.attrs[HEAP_CHECKSUMS]
-    with path.open("rb") as raw:
-        for offset, length, crc32 in heaps.tolist():
-            raw.seek(offset)
-            if zlib.crc32(raw.read(length)) != crc32:
-                return False
+    for offset, length, crc32 in file.attrs[HEAP_CHECKSUMS].tolist():
+        raw.seek(offset)
+        if zlib.crc32(raw.read(length)) != crc32:
+            return False
     return True
 
 
