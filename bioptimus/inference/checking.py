@@ -25,7 +25,7 @@ from bioptimus.inference import guard
 from bioptimus.inference.checksums import row_checksums
 from bioptimus.inference.hdf5_image import DAMAGE_ERRORS, open_to_read, texts_changed
 from bioptimus.inference.layout import STORED_TYPES, digest_of, of_run
-from bioptimus.inference.results import Result, RowsName, open_result
+from bioptimus.inference.results import Result, RowsName, open_result, position_problem
 
 # Of files that are not read whole: enough to meet one whose rows were never filled.
 SAMPLED_ROWS = 256
@@ -210,10 +210,8 @@ def _mode_problems(result: Result) -> Iterator[str]:
 
 def _position_problems(result: Result) -> Iterator[str]:
     coords = result.coords
-    outside = (coords < 0) | (coords >= np.array(result.dimensions))
-    if outside.any():
-        count = int(outside.any(axis=1).sum())
-        yield f"has {counted(count, 'tile')} whose corner is outside the slide"
+    if problem := position_problem(coords, result.dimensions):
+        yield problem
     if len(np.unique(coords, axis=0)) != len(coords):
         yield "has two rows for one tile"
     ratios = result.tissue_ratios

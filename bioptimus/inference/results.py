@@ -244,12 +244,8 @@ class Result:
             OutputError: One is outside the slide.
         """
         coords: npt.NDArray[np.int64] = self.read("coords")
-        outside = ((coords < 0) | (coords >= np.array(self.dimensions))).any(axis=1)
-        if self._checked and outside.any():
-            count = counted(int(outside.sum()), "tile")
-            raise OutputError(
-                f"{self.path}: has {count} whose corner is outside the slide; make it again"
-            )
+        if self._checked and (problem := position_problem(coords, self.dimensions)):
+            raise OutputError(f"{self.path}: {problem}; make it again")
         return coords
 
     @cached_property
@@ -629,6 +625,12 @@ def open_result(path: Path | str, *, check: bool = True) -> Result:
         # Such as a slide, which is not to be moved away and made again.
         raise OutputError(f"{path}: is no result; name a .h5 file that embed or predict has made")
     return Result(path, check=check)
+
+
+def position_problem(coords: npt.NDArray[np.int64], dimensions: tuple[int, int]) -> str:
+    """That corners of tiles, (N, 2) in level-0 pixels, lie outside the slide; empty if none do."""
+    count = int(((coords < 0) | (coords >= np.array(dimensions))).any(axis=1).sum())
+    return f"has {counted(count, 'tile')} whose corner is outside the slide" if count else ""
 
 
 def _check(path: Path, attributes: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
