@@ -138,6 +138,11 @@ class PlanOptions:
         if self.search_in_mask and (self.tissue == "none" or is_tissue_model(self.tissue)):
             raise UsageError(f"search in mask: tissue {self.tissue} is no mask; give one, or auto")
 
+    @property
+    def names_mask(self) -> bool:
+        """Whether ``tissue`` is the path of a mask."""
+        return self.tissue not in ("auto", "none") and not is_tissue_model(self.tissue)
+
     def applied_to(self, spec: TileSpec) -> TileSpec:
         """The model's tile with these changes.
 
@@ -217,6 +222,16 @@ def require_tissue_file(tissue: str) -> None:
     raise UsageError(f"--tissue {tissue}: no such {kind}; give auto, none, or the path of a file")
 
 
+def lacks_mask(options: PlanOptions) -> str | None:
+    """That classes of a mask are asked for and there is no mask; None where it is not so."""
+    if options.names_mask or not options.tissue_class:
+        return None
+    return (
+        f"has no mask to take --tissue-class {', '.join(options.tissue_class)} from; give its "
+        "annotations with --tissue, or in a list's column mask"
+    )
+
+
 @checks_kinds
 def plan_slide(
     slide: PlannableSlide,
@@ -273,18 +288,15 @@ def plan_slide(
 
 def _drawn_mask(slide: PlannableSlide, options: PlanOptions) -> TissueMask | None:
     """The mask of a file; None where none is given."""
-    if options.tissue not in ("auto", "none") and not is_tissue_model(options.tissue):
+    if options.names_mask:
         return load_mask(
             Path(options.tissue),
             dimensions=slide.dimensions,
             mpp=slide.mpp,
             classes=options.tissue_class,
         )
-    if options.tissue_class:
-        raise TissueError(
-            f"{slide.name}: has no mask to take --tissue-class {', '.join(options.tissue_class)} "
-            "from; give its annotations with --tissue, or in a list's column mask"
-        )
+    if lack := lacks_mask(options):
+        raise TissueError(f"{slide.name}: {lack}")
     return None
 
 

@@ -111,3 +111,27 @@ def test_rna_that_a_list_lacks_fails_its_slide_alone(
         "b.tif: would fail: bulk RNA gone.csv: no such file; correct the list",
         "c.tif: new",
     ]
+
+
+def test_slide_without_a_mask_for_the_class_asked_for_fails_before_the_model_is_loaded(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    square = {"type": "Polygon", "coordinates": [[[0, 0], [256, 0], [256, 256], [0, 256]]]}
+    tumor = {"type": "Feature", "geometry": square, "properties": {"classification": "Tumor"}}
+    Path("a.json").write_text(json.dumps(tumor))
+    Path("list.csv").write_text("slide,mask\nb.tif,\na.tif,a.json\n")
+    words = ["embed", "list.csv", "--model", str(model), "--tissue-class", "Tumor", "--out", "out"]
+    told = "b.tif: would fail: has no mask to take --tissue-class Tumor from; "
+    assert main([*words, "--dry-run"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(told)
+    assert lines[1].startswith("a.tif: new, 16 tiles")
+    assert main(words) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1].startswith("[1/2] b.tif: failed, has no mask to take --tissue-class Tumor from")
+    assert lines[2] == "loading tiny"
+    assert lines[4].startswith("[2/2] a.tif: ok, 16 tiles")
+    assert main(["tiles", "list.csv", "--tile-size-px", "64", "--tissue-class", "Tumor"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: b.tif: has no mask to take --tissue-class Tumor from; ")
+    assert shown.out.startswith("a.tif: 16 of 16 tiles")

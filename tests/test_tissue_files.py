@@ -123,6 +123,30 @@ def test_slanted_polygon_has_its_area(tmp_path: Path) -> None:
     assert found.mask.sum() * 32 * 32 == pytest.approx(area, rel=0.005)
 
 
+def test_shapes_without_coordinates_are_nothing_drawn(tmp_path: Path) -> None:
+    empty = [feature("Polygon", []), feature("MultiPolygon", []), feature("MultiPolygon", [[]])]
+    drawn = [*empty, feature("Polygon", [SQUARE])]
+    assert (load(write(tmp_path / "a.geojson", drawn)).mask == expected(hole=False)).all()
+    assert load(write(tmp_path / "b.geojson", empty)).emptied_by == "mask file b.geojson"
+
+
+def test_collections_within_collections_keep_the_class_of_their_feature(tmp_path: Path) -> None:
+    parts = [{"type": "Polygon", "coordinates": [SQUARE, HOLE]}, {"type": "Point"}]
+    several = {"type": "GeometryCollection", "geometries": [parts[0]]}
+    tumor: dict[str, object] = {
+        "type": "Feature",
+        "geometry": {"type": "GeometryCollection", "geometries": [several, parts[1]]},
+        "properties": {"classification": {"name": "Tumor"}},
+    }
+    bare = {"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [TRIANGLE]}}
+    inner = {"type": "FeatureCollection", "features": [tumor, {**bare, "properties": None}]}
+    path = write(tmp_path / "a.geojson", {"type": "FeatureCollection", "features": [inner, bare]})
+    found = load_mask(path, dimensions=DIMENSIONS, mpp=MPP, classes=("Tumor",))
+    assert (found.mask == expected(hole=True)).all()
+    assert load(path).classes == ("Tumor",)
+    assert load(path).mask[:, 0].all()  # the triangle without a class
+
+
 def test_collection_without_features_is_a_slide_without_tissue(tmp_path: Path) -> None:
     found = load(write(tmp_path / "a.geojson", {"type": "FeatureCollection", "features": []}))
     assert not found.mask.any()
@@ -136,7 +160,10 @@ def test_collection_without_features_is_a_slide_without_tissue(tmp_path: Path) -
         ({"type": "Topology"}, "no geometry"),
         ({"type": "Polygon", "coordinates": [[[1, 2], [3, 4]]]}, "a ring of 2 points"),
         ({"type": "Polygon", "coordinates": [[[1, "b"], [3, 4], [5, 6]]]}, "malformed"),
-        ({"type": "Polygon", "coordinates": [[[9e5, 9e5], [9e5, 9e6], [9e6, 9e6]]]}, "outside"),
+        (
+            {"type": "Polygon", "coordinates": [[[9e5, 9e5], [9e5, 9e6], [9e6, 9e6]]]},
+            "1 polygon, none",
+        ),
     ],
 )
 def test_what_is_no_mask_is_named(tmp_path: Path, document: object, words: str) -> None:

@@ -18,7 +18,7 @@ from bioptimus.errors import UsageError
 from bioptimus.jobs import SlideJob
 from bioptimus.models.types import InferenceMode, ModelSpec
 from bioptimus.omics import read_bulk_rna
-from bioptimus.planning import require_tissue_file
+from bioptimus.planning import lacks_mask, require_tissue_file
 from bioptimus.recipe import run_parameters, scale_warning
 from bioptimus.runtime.archive import file_sha256
 from bioptimus.runtime.loader import ModelChoice, require_loaded, resolve_model
@@ -142,6 +142,8 @@ def _check_rna(config: RunConfig, spec: ModelSpec, slides: Iterable[SlideInput])
 def _with_problem(each: SlideInput, config: RunConfig, spec: ModelSpec) -> SlideInput:
     """The slide, with what its list lacks for it as a problem."""
     problem = each.problem
+    if problem is None and each.mask is None:
+        problem = lacks_mask(config.slide.plan)
     if problem is None and each.mask is not None and not os.path.isfile(each.mask):
         problem = f"mask {each.mask}: no such file; correct the list"
     if problem is None and spec.rna_dim:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import orjson
 from PIL import Image, UnidentifiedImageError
 
+from bioptimus.counting import counted
 from bioptimus.errors import TissueError
 from bioptimus.kinds import checks_kinds
 from bioptimus.tissue.mask import TissueMask, TissueStep
@@ -153,17 +154,14 @@ def _read_geojson(
     height = max(1, round(dimensions[1] * mpp[1] / MASK_MPP))
     to_mask = np.array([width / dimensions[0], height / dimensions[1]])
     mask = np.zeros((height, width), dtype=bool)
-    outside = inside = 0
+    lies_inside = []
     shapes = _chosen(path, list(_shapes(document)), classes)
     for rings in _polygons(path, document, shapes):
-        if _draw(mask, [ring * to_mask for ring in rings]):
-            inside += 1
-        else:
-            outside += 1
-    if outside and not inside:
+        lies_inside.append(_draw(mask, [ring * to_mask for ring in rings]))
+    if lies_inside and not any(lies_inside):
         raise TissueError(
-            f"mask {path.name}: all of its {outside} polygons lie outside the slide, "
-            f"{dimensions[0]} x {dimensions[1]} px; coordinates must be level-0 pixels"
+            f"mask {path.name}: {counted(len(lies_inside), 'polygon')}, none of them inside the "
+            f"slide, {dimensions[0]} x {dimensions[1]} px; coordinates must be level-0 pixels"
         )
     return mask, tuple(sorted({shape.of for shape in shapes if shape.of}))
 
@@ -203,7 +201,8 @@ def _polygons(path: Path, document: Any, shapes: list[_Shape]) -> Iterator[list[
         try:
             parts = [shape.coordinates] if kind == "Polygon" else shape.coordinates
             for part in parts:
-                yield [_ring(ring) for ring in part]
+                if part != []:  # which is how an empty polygon is written
+                    yield [_ring(ring) for ring in part]
         except (TypeError, ValueError, IndexError) as exc:
             raise TissueError(f"mask {path.name}: a {kind} is malformed: {exc}") from exc
     empty_collection = isinstance(document, list) or (
