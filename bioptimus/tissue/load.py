@@ -154,10 +154,11 @@ def _read_geojson(
     height = max(1, round(dimensions[1] * mpp[1] / MASK_MPP))
     to_mask = np.array([width / dimensions[0], height / dimensions[1]])
     mask = np.zeros((height, width), dtype=bool)
-    lies_inside = []
     shapes = _chosen(path, list(_shapes(document)), classes)
-    for rings in _polygons(path, document, shapes):
-        lies_inside.append(_draw(mask, [ring * to_mask for ring in rings]))
+    lies_inside = [
+        _draw(mask, [ring * to_mask for ring in rings])
+        for rings in _polygons(path, document, shapes)
+    ]
     if lies_inside and not any(lies_inside):
         raise TissueError(
             f"mask {path.name}: {counted(len(lies_inside), 'polygon')}, none of them inside the "
