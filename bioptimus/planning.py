@@ -119,16 +119,12 @@ class PlanOptions:
                 has, the share of tissue is not one, or no way to find tissue is named.
         """
         check_kinds(self)
-        for what, pixels, least in (
-            ("tile size", self.tile_size_px, 1),
-            ("overlap", self.overlap_px, 0),
-        ):
-            if pixels is not None and pixels < least:
-                raise UsageError(f"{what} {pixels} px: must be at least {least}")
+        if self.overlap_px is not None and self.overlap_px < 0:
+            raise UsageError(f"overlap {self.overlap_px} px: must be at least 0")
         if self.tile_mpp is not None and not 0 < self.tile_mpp < math.inf:
             raise UsageError(f"tile mpp {self.tile_mpp}: must be a positive number of µm per pixel")
         if self.tile_size_px is not None:
-            self.applied_to(TileSpec())  # an overlap as large as the tile
+            self.applied_to(TileSpec())  # no size, or an overlap as large as the tile
         if not 0 <= self.min_tissue <= 1:
             raise UsageError(f"min tissue {self.min_tissue}: must be a share from 0 to 1")
         if not self.tissue:

@@ -132,6 +132,7 @@ def test_what_contradicts_a_loaded_model_is_refused(example_slide: Path, tmp_pat
         ({"plan": {"tile_size_px": 64.5}}, r"tile size px 64\.5: must be a whole number or None"),
         ({"plan": {"min_tissue": "0.5"}}, "min tissue '0.5': must be a number"),
         ({"plan": {"tissue": Path("mask.png")}}, r"mask.png'\): must be a text"),
+        ({"plan": {"tissue_class": ("Tumor", "")}}, "tissue class: must be the name of a class"),
         ({"plan": {"keep_pen": "no"}}, "keep pen 'no': must be True or False"),
         ({"opening": {"mpp_override": "0.5"}}, "mpp override '0.5': must be a number or None"),
         ({"opening": {"mpp_fallback": [0.5, 0.5]}}, "must be a number or None"),

@@ -25,6 +25,7 @@ INEXACT = [(1.0, 1.0), (4.0039, 4.0078), (16.016, 16.094)]
         ([(1.0, 1.0)], 100.0, 0),
         ([(1.0, 1.0), (2.0, 2.0), (4.0, 4.0)], 3.99, 2),
         ([(1.0, 1.0), (2.0, 2.0), (4.0, 4.0)], 3.9, 1),
+        ([(1.0, 1.0), (4.0, 4.0), (2.0, 2.0)], 4.0, 1),
     ],
 )
 def test_coarsest_level_that_is_not_too_coarse(
@@ -32,7 +33,8 @@ def test_coarsest_level_that_is_not_too_coarse(
 ) -> None:
     choice = choose_level(downsamples, (wanted, wanted))
     assert choice.level == level
-    assert choice.scale[0] * downsamples[level][0] == pytest.approx(wanted)
+    x, y = downsamples[level]
+    assert choice.scale == pytest.approx((wanted / x, wanted / y))
 
 
 def test_upsampling_is_refused_unless_allowed() -> None:

@@ -30,13 +30,16 @@ class FakeSlide:
     pixels: npt.NDArray[np.uint8]
     name: str = "fake.svs"
     damaged: npt.NDArray[np.bool_] | None = None
+    opaque: npt.NDArray[np.uint8] | None = None
     scale: float | None = 0.5
     bounds: tuple[int, int, int, int] | None = None
+    overhang_px: int = 0  # of the coarse image beyond the slide
     asked_mpp: list[float] = field(default_factory=list)
 
     @property
     def dimensions(self) -> tuple[int, int]:
-        return self.pixels.shape[1] * 16, self.pixels.shape[0] * 16
+        height, width = self.pixels.shape[:2]
+        return width * 16 - self.overhang_px, height * 16 - self.overhang_px
 
     @property
     def mpp(self) -> tuple[float, float]:
@@ -46,7 +49,9 @@ class FakeSlide:
 
     def coarse_image(self, mpp: float = 1.0) -> FakeImage:
         self.asked_mpp.append(mpp)
-        opaque = np.full(self.pixels.shape[:2], 255, dtype=np.uint8)
+        opaque = self.opaque
+        if opaque is None:
+            opaque = np.full(self.pixels.shape[:2], 255, dtype=np.uint8)
         return FakeImage(self.pixels, opaque, (16.0, 16.0), self.damaged)
 
 
@@ -118,12 +123,27 @@ def test_overlap_as_large_as_the_tile_is_refused(overlap: int) -> None:
         plan_slide(slide_with_tissue(), SPEC, PlanOptions(overlap_px=overlap))
 
 
+def test_no_overlap_at_all_can_be_asked_of_a_model_that_has_some() -> None:
+    model = TileSpec(size_px=224, mpp=0.5, overlap_px=112)
+    assert PlanOptions(overlap_px=0).applied_to(model).overlap_px == 0
+    assert PlanOptions().applied_to(model) == model
+
+
+def test_pen_counts_as_tissue_where_that_is_asked_for() -> None:
+    pixels = np.full((140, 280, 3), 240, dtype=np.uint8)
+    pixels[14:42, 28:84] = (35, 55, 150)
+    assert len(plan_slide(FakeSlide(pixels), SPEC)) == 0
+    assert len(plan_slide(FakeSlide(pixels), SPEC, PlanOptions(keep_pen=True))) == 8
+
+
 def test_blank_slide_plans_no_tiles_and_says_why() -> None:
     """FIELD 90."""
     plan = plan_slide(FakeSlide(np.full((100, 100, 3), 255, dtype=np.uint8)), SPEC)
     assert len(plan) == 0
     assert plan.coords.shape == (0, 2)
     assert plan.warnings == ("no tissue: nothing was left after the step 'no stain'",)
+    strip = plan_slide(FakeSlide(np.full((100, 5, 3), 255, dtype=np.uint8)), SPEC)
+    assert strip.warnings == plan.warnings  # narrower than a tile, and no thumbnail
 
 
 def test_tissue_too_small_to_be_some_is_told_with_the_scale_that_makes_it_so() -> None:
@@ -161,6 +181,14 @@ def test_tile_exactly_at_the_threshold_is_kept() -> None:
     assert plan.mask.method == "model"
 
 
+def test_what_a_segmenter_finds_outside_the_scan_is_not_tissue() -> None:
+    slide = slide_with_tissue()
+    slide.opaque = np.full((140, 280), 127, dtype=np.uint8)  # by less than half
+    slide.opaque[:14, :28] = 128
+    plan = plan_slide(slide, SPEC, segmenter=lambda image: image.opaque > 0)
+    assert plan.kept.tolist() == [0, 1]
+
+
 def test_segmenter_that_returns_another_shape_is_refused() -> None:
     with pytest.raises(TissueError, match=r"fake\.svs: the tissue model returned a mask of"):
         plan_slide(slide_with_tissue(), SPEC, segmenter=lambda _: np.zeros((2, 2), dtype=bool))
@@ -174,6 +202,33 @@ def test_mask_file_leaves_the_slides_pixels_unread(tmp_path: Path) -> None:
     plan = plan_slide(slide, SPEC, PlanOptions(tissue=str(tmp_path / "mask.png")))
     assert plan.kept.tolist() == [1, 2]
     assert slide.asked_mpp == []
+
+
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        ((112, 44, 160, 60), "21% of the mask"),
+        ((106, 0, 174, 140), "6% of the mask"),
+        ((0, 0, 280, 78), "5% of the mask"),
+        ((104, 0, 176, 140), None),
+    ],
+)
+def test_share_of_a_mask_outside_the_scanned_area_is_told(
+    tmp_path: Path, bounds: tuple[int, int, int, int], told: str | None
+) -> None:
+    slide = slide_with_tissue()
+    x, y, width, height = (16 * pixels for pixels in bounds)
+    slide.bounds = (x, y, width, height)
+    mask = np.zeros((140, 280), dtype=np.uint8)
+    path = tmp_path / "mask.png"
+    Image.fromarray(mask).save(path)
+    options = PlanOptions(tissue=str(path))
+    (empty,) = plan_slide(slide, SPEC, options).warnings
+    assert empty.startswith("no tissue")
+    mask[40:80, 100:200] = 1
+    Image.fromarray(mask).save(path)
+    warnings = plan_slide(slide, SPEC, options).warnings
+    assert [words.partition(" lies")[0] for words in warnings] == ([told] if told else [])
 
 
 def test_slide_without_scale_fails_before_its_pixels_are_read() -> None:
@@ -223,7 +278,22 @@ def test_of_a_mask_only_what_the_search_finds_is_kept_where_that_is_asked_for(
     assert empty.warnings[-1].endswith("nothing was left after the step 'mask file mask.png'")
 
 
-@pytest.mark.parametrize("tissue", ["none", "tissue.pt2"])
+@pytest.mark.parametrize("size", [(112, 55), (840, 420)])
+def test_mask_of_another_scale_is_asked_at_the_middle_of_each_pixel(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    slide = slide_with_tissue()
+    slide.overhang_px = 10
+    drawn = np.random.default_rng(0).integers(0, 2, size[::-1], dtype=np.uint8)
+    Image.fromarray(drawn).save(tmp_path / "mask.png")
+    options = PlanOptions(tissue=str(tmp_path / "mask.png"), search_in_mask=True)
+    plan = plan_slide(slide, SPEC, options, segmenter=lambda image: image.opaque > 0)
+    rows = [min(int((row + 0.5) * 16 * size[1] / 2230), size[1] - 1) for row in range(140)]
+    columns = [min(int((x + 0.5) * 16 * size[0] / 4470), size[0] - 1) for x in range(280)]
+    np.testing.assert_array_equal(plan.mask.mask, drawn[rows][:, columns] == 1)
+
+
+@pytest.mark.parametrize("tissue", ["none", "tissue.pt2", "TISSUE.PT2"])
 def test_a_search_in_what_is_no_mask_is_refused(tissue: str) -> None:
     with pytest.raises(UsageError, match=f"search in mask: tissue {tissue} is no mask"):
         PlanOptions(tissue=tissue, search_in_mask=True)

@@ -63,6 +63,7 @@ RUNS = [
     (["--stage", "file/below"], "--stage file/below: file is a file"),
     (["--stage", "scratch", "--stage-gb", "0"], "--stage-gb 0"),
     (["--tissue", "missing.png"], "--tissue missing.png: no such mask"),
+    (["--tissue", "."], "--tissue .: no such mask"),
     (["--tissue", "missing.pt2"], "no such tissue model"),
     (["--device", "gpu"], "device gpu: known are"),
     (["--device", "cuda:x"], "device cuda:x: known are"),
