@@ -50,17 +50,22 @@ def test_result_is_the_area_average_on_real_tissue(
     assert np.abs(ours - reference).max() <= 1.6
 
 
-def test_many_pixels_per_output_keep_the_average() -> None:
-    pixels = slides.tissue(1800, 1800)
+@pytest.mark.parametrize("size", [(1800, 1800), (1543, 1511)])  # the latter just as many as needed
+def test_many_pixels_per_output_keep_the_average(size: tuple[int, int]) -> None:
+    pixels = slides.tissue(*size)
     ours = resample(pixels, offset=(0.4, 0.0), scale=(25.7, 30.2), size=(60, 50))
     reference = area_average(pixels, (0.4, 0.0), (25.7, 30.2), (60, 50))
     assert np.abs(ours - reference).mean() <= 1.0
+    pixels[:] = 255
+    assert (resample(pixels, offset=(0.4, 0.0), scale=(25.7, 30.2), size=(60, 50)) == 255).all()
 
 
-def test_exact_factor_two_is_the_mean_of_four() -> None:
-    pixels = slides.noise(448, 448)
-    ours = resample(pixels, offset=(0, 0), scale=(2.0, 2.0), size=(224, 224))
-    mean = pixels.reshape(224, 2, 224, 2, 3).mean(axis=(1, 3))
+@pytest.mark.parametrize("factor", [(2, 2), (2, 3), (3, 1)])
+def test_whole_factors_are_the_mean_of_the_pixels_below(factor: tuple[int, int]) -> None:
+    x, y = factor
+    pixels = slides.noise(224 * x, 224 * y)
+    ours = resample(pixels, offset=(0, 0), scale=factor, size=(224, 224))
+    mean = pixels.reshape(224, y, 224, x, 3).mean(axis=(1, 3))
     assert np.abs(ours - mean).max() <= 0.5
 
 
@@ -68,6 +73,9 @@ def test_scale_one_on_whole_positions_changes_nothing() -> None:
     pixels = slides.noise(300, 300)
     ours = resample(pixels, offset=(7.0, 9.0), scale=(1.0, 1.0), size=(224, 224))
     np.testing.assert_array_equal(ours, pixels[9:233, 7:231])
+    out = np.empty((224, 224, 3), np.uint8)
+    assert resample(pixels, offset=(7, 9), scale=(1, 1), size=(224, 224), out=out) is out
+    np.testing.assert_array_equal(out, ours)
 
 
 def test_grey_pictures_are_resampled_too() -> None:
