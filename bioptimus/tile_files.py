@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import OutputError, SlideReadError
-from bioptimus.inference.disk import refuse_file, remove_abandoned, written_aside
+from bioptimus.inference.disk import refuse_file, remove, remove_abandoned, written_aside
 from bioptimus.io.wsi import Slide
 from bioptimus.planning import SlidePlan
 
@@ -200,7 +200,13 @@ def _write_png(path: Path, pixels: npt.NDArray[np.uint8]) -> None:
     """Lossless, compressed for speed rather than for the last tenth of size."""
     _, data = cv2.imencode(".png", pixels[..., ::-1], [cv2.IMWRITE_PNG_COMPRESSION, 1])
     with _translated(path):
-        path.write_bytes(data.tobytes())
+        file = path.open("wb")
+        try:
+            with file:
+                file.write(data.tobytes())
+        except OSError:
+            remove(path)  # cut short
+            raise
 
 
 @contextmanager

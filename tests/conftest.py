@@ -1,5 +1,8 @@
-"""What several test files share: the slides, and a model for runs."""
+"""What several test files share: the slides, a model for runs, and a disk that is soon full."""
 
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +36,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     spec = TINY.with_(tile=TileSpec(size_px=64))
     return save_tiny(tmp_path_factory.mktemp("model") / "tiny.pt2", spec)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    # Lazily: markers of a cache stay open until this process ends.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -49,7 +49,7 @@ def test_line_that_a_full_disk_cut_short_is_told_and_spoils_no_other(tmp_path: P
         report.add(SlideReport(slide="a.svs", state="ok"))
         with room(report.path.stat().st_size + 40):
             for _ in range(2):
-                with pytest.raises(OutputError, match=r"\.json: File too large"):
+                with pytest.raises(OutputError, match=r"\.json: cannot be written: File too large"):
                     report.add(SlideReport(slide="b.svs", state="ok"))
         report.add(SlideReport(slide="c.svs", state="ok"))
     summary = read_runs(tmp_path)

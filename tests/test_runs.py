@@ -718,18 +718,6 @@ def test_device_that_cannot_be_used_is_told_though_the_others_do_the_work(
     assert "cuda:77" in done.stderr
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_full_disk_is_one_clear_line_and_a_rerun_with_room_goes_on(
     slides: Path, model: Path, undisturbed: Path, tiny_disk: Path
 ) -> None:

@@ -331,19 +331,6 @@ def test_unreadable_tiles_are_told_and_too_many_fail_the_slide(tmp_path: Path) -
             dump_tiles(slide, plan, tmp_path / "many", max_failed_share=0)
 
 
-def test_full_disk_ends_the_dump_with_the_systems_words(
-    example_slide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: Path, _: bytes) -> int:
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(Path, "write_bytes", fail)
-    with Slide.open(example_slide) as slide:
-        plan = plan_slide(slide, TileSpec())
-        with pytest.raises(OutputError, match="No space left on device"):
-            dump_tiles(slide, plan, tmp_path / "dump")
-
-
 def test_dump_holds_few_tiles_at_once(
     example_slide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

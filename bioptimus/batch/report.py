@@ -24,7 +24,7 @@ import orjson
 
 from bioptimus.batch.batch_system import job_id
 from bioptimus.errors import OutputError, UsageError
-from bioptimus.inference.disk import is_gone
+from bioptimus.inference.disk import is_gone, remove
 from bioptimus.jobs import SlideJob, SlideReport
 from bioptimus.json_lines import json_line
 
@@ -187,28 +187,31 @@ class RunFile:
             raise (OutputError if full else UsageError)(
                 f"{out}: cannot be written ({exc.strerror}); choose another --out"
             ) from exc
-        self._append(
-            {
-                "kind": "run",
-                "run": self.run_id,
-                "command": list(command),
-                "folder": os.getcwd(),
-                "model": model,
-                "started": started.isoformat(),
-                "host": self.host,
-                "job": self.job,
-                "parameters": parameters,
-                "versions": versions,
-            }
-        )
-        self._append(
-            {
-                "kind": "inputs",
-                "slides": list(inputs),
-                "results": list(inputs.values()),
-                "skipped": [{"path": path, "reason": reason} for path, reason in skipped],
-            }
-        )
+        run = {
+            "kind": "run",
+            "run": self.run_id,
+            "command": list(command),
+            "folder": os.getcwd(),
+            "model": model,
+            "started": started.isoformat(),
+            "host": self.host,
+            "job": self.job,
+            "parameters": parameters,
+            "versions": versions,
+        }
+        given = {
+            "kind": "inputs",
+            "slides": list(inputs),
+            "results": list(inputs.values()),
+            "skipped": [{"path": path, "reason": reason} for path, reason in skipped],
+        }
+        try:
+            self._append(run)
+            self._append(given)
+        except OutputError:
+            self.close()
+            remove(self.path)  # of a run that did not begin
+            raise
 
     def add_model(
         self,
@@ -271,7 +274,10 @@ class RunFile:
                     left = left[os.write(self._file, left) :]
                     self._torn = bool(left)
             except OSError as exc:
-                raise OutputError(f"{self.path}: {exc.strerror}") from exc
+                raise OutputError(
+                    f"{self.path}: cannot be written: {exc.strerror}; mend that, or choose "
+                    "another --out"
+                ) from exc
 
     def close(self) -> None:
         """Close the file; safe to call twice."""

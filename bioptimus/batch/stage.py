@@ -115,7 +115,13 @@ class Stager:
         try:
             self._claim_of_folder = Claim.take(self.folder)
         except OutputError as exc:
-            logger.warning("%s; after a kill, copies will have to be removed by hand", exc)
+            # It speaks of a slide and of --out.
+            reason = exc.__cause__.strerror if isinstance(exc.__cause__, OSError) else exc
+            logger.warning(
+                "%s: cannot be claimed (%s); after a kill, its copies have to be removed by hand",
+                self.folder,
+                reason,
+            )
 
     def plan(
         self, slides: Iterable[SlideInput], *, ahead: int, take: Callable[[int], bool]

@@ -13,7 +13,7 @@ from bioptimus.errors import CheckpointError
 from bioptimus.models.registry import get_spec
 from bioptimus.models.types import Models
 from bioptimus.runtime.archive import ArchiveInfo, file_sha256, inspect_archive
-from bioptimus.runtime.cache import cache_folder
+from bioptimus.runtime.cache import MOVE_IT, cache_folder
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ def _make(weights: Path, path: Path) -> None:
     from bioptimus.runtime.export import save, trace
 
     spec = get_spec(Models.LITE0).with_(source_sha256=file_sha256(weights))
-    save(trace(builtin_network(), spec), spec, path)
+    save(trace(builtin_network(), spec), spec, path, advice=MOVE_IT)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ OLDEST_DAYS = 90
 KEPT_DAYS = 7
 """What somebody used within these stays, whatever the size: where file locks do not work, another
 machine may be using it, and jobs of more than a week are rare."""
+MOVE_IT = "set BIOPTIMUS_CACHE to a folder with room that you can write"
+"""The next step where something cannot be put into the cache."""
 _MARKER = ".used"
 # How long to wait for another process that removes an entry; it renames one and unlinks another.
 _PATIENCE_S = 2.0
@@ -60,12 +63,10 @@ def cache_folder(kind: str) -> Path:
         status = own.lstat()
         # What lies here is loaded as code: nobody else may be able to put it there.
         if status.st_uid != os.getuid() or status.st_mode & 0o022 or own.is_symlink():
-            raise CheckpointError(f"{own}: others can write there; set BIOPTIMUS_CACHE")
+            raise CheckpointError(f"{own}: others can write there; {MOVE_IT}")
         (own / kind).mkdir(exist_ok=True)
     except OSError as exc:
-        raise CheckpointError(
-            f"cannot make a cache folder: {exc.strerror}; set BIOPTIMUS_CACHE"
-        ) from exc
+        raise CheckpointError(f"cannot make a cache folder: {exc.strerror}; {MOVE_IT}") from exc
     return own / kind
 
 
@@ -84,6 +85,22 @@ def _wanted_root() -> Path:
     home = os.path.expanduser("~")
     # Not told for the user of a container that is only a number: what Docker takes then.
     return Path("/" if home == "~" else home) / ".cache" / "bioptimus"
+
+
+@contextlib.contextmanager
+def cache_errors(doing: str) -> Iterator[None]:
+    """Say of an error of the operating system how to get along without this place.
+
+    Args:
+        doing: What cannot be done, and with which file.
+
+    Raises:
+        CheckpointError: In place of any ``OSError``.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise CheckpointError(f"{doing}: {exc.strerror or exc}; {MOVE_IT}") from exc
 
 
 def beside(path: Path) -> Path:

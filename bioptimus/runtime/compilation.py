@@ -23,7 +23,7 @@ from bioptimus.runtime.archive import (
     file_sha256,
     inspect_archive,
 )
-from bioptimus.runtime.cache import beside, cache_folder, hold, prune
+from bioptimus.runtime.cache import beside, cache_errors, cache_folder, hold, prune
 from bioptimus.runtime.machine import processor_features
 
 log = logging.getLogger(__name__)
@@ -115,12 +115,11 @@ def compile_portable(
     folder = beside(path)
     temporary = folder / "model.pt2"
     try:
-        folder.mkdir()
-        _compile(info, temporary, device=device, isa=isa)
-        _compare(info, temporary, device=device)
-        temporary.replace(path)
-    except OSError as exc:
-        raise CheckpointError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
+        with cache_errors(f"{path}: cannot be written"):
+            folder.mkdir()
+            _compile(info, temporary, device=device, isa=isa)
+            _compare(info, temporary, device=device)
+            temporary.replace(path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     prune()

@@ -24,7 +24,7 @@ import torch
 
 from bioptimus.errors import CheckpointError
 from bioptimus.runtime.archive import ArchiveInfo, Signature, file_sha256
-from bioptimus.runtime.cache import beside, cache_folder, hold, prune
+from bioptimus.runtime.cache import beside, cache_errors, cache_folder, hold, prune
 from bioptimus.runtime.machine import available_cores
 from bioptimus.runtime.runners import CheckedRunner, first_line
 
@@ -239,24 +239,31 @@ def unpack(info: ArchiveInfo) -> Path:
             }
             if _is_complete(folder, members):
                 return folder
-            for name, entry in members.items():
-                target = temporary / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with archive.open(entry) as source, target.open("wb") as file:
-                    shutil.copyfileobj(source, file, 1 << 20)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            # Another process was faster, or a cleaner of old files took a part of it.
-            if not _is_complete(folder, members):
-                shutil.rmtree(folder)
-                temporary.rename(folder)
+            with cache_errors(f"{info.path}: cannot be unpacked into {folder}"):
+                _unpack(archive, members, temporary, folder)
     except (OSError, zipfile.BadZipFile) as exc:
-        raise CheckpointError(f"{info.path}: cannot be unpacked into {folder}: {exc}") from exc
+        raise CheckpointError(f"{info.path}: cannot be unpacked: {exc}") from exc
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     prune()
     return folder
+
+
+def _unpack(
+    archive: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], temporary: Path, folder: Path
+) -> None:
+    for name, entry in members.items():
+        target = temporary / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with archive.open(entry) as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        # Another process was faster, or a cleaner of old files took a part of it.
+        if not _is_complete(folder, members):
+            shutil.rmtree(folder)
+            temporary.rename(folder)
 
 
 def _is_complete(folder: Path, members: dict[str, zipfile.ZipInfo]) -> bool:

@@ -52,6 +52,7 @@ _LOWEST_COSINE_ALONE = {True: 1 - 5e-7, False: LOWEST_COSINE["fp32"]}
 # Of the memory that is free, for float64 weights of the reference; the rest is for what a pass
 # makes and for those who use the machine too.
 _SHARE_FOR_WEIGHTS = 0.8
+_ELSEWHERE = "mend that, or choose another --out"
 
 
 def trace(module: nn.Module, spec: ModelSpec, *, device: str = "cpu") -> ExportedProgram:
@@ -105,18 +106,21 @@ def _as_any_build() -> Iterator[None]:
         torch.__version__ = stated
 
 
-def save(program: ExportedProgram, spec: ModelSpec, path: Path) -> None:
+def save(
+    program: ExportedProgram, spec: ModelSpec, path: Path, *, advice: str = _ELSEWHERE
+) -> None:
     """Write a program with its description, whole or not at all.
 
     Args:
         program: From :func:`trace`.
         spec: Goes into the archive.
         path: The final name; its folder is made if need be.
+        advice: The next step, told where it cannot be written.
 
     Raises:
         CheckpointError: The file cannot be written.
     """
-    with _made_aside(path) as candidate:
+    with _made_aside(path, advice=advice) as candidate:
         _write(program, spec, candidate)
 
 
@@ -126,7 +130,7 @@ def _write(program: ExportedProgram, spec: ModelSpec, path: Path) -> None:
 
 
 @contextmanager
-def _made_aside(path: Path) -> Iterator[Path]:
+def _made_aside(path: Path, *, advice: str = _ELSEWHERE) -> Iterator[Path]:
     """A name to write a file under; it gets its own once the block has gone well.
 
     Raises:
@@ -140,7 +144,9 @@ def _made_aside(path: Path) -> Iterator[Path]:
         yield candidate
         candidate.replace(path)
     except OSError as exc:
-        raise CheckpointError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
+        raise CheckpointError(
+            f"{path}: cannot be written: {exc.strerror or exc}; {advice}"
+        ) from exc
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
