@@ -84,6 +84,13 @@ def test_override_that_contradicts_the_file_warns_once() -> None:
     assert decide("a.svs", claims, mpp_override=0.2501).warnings == ()
 
 
+def test_two_fields_that_contradict_each_other_warn_above_ten_percent() -> None:
+    for mpp, words in (((0.25, 0.2749), 0), ((0.25, 0.2751), 1), ((0.2751, 0.25), 1)):
+        other = Candidate(source="tag", mpp=mpp)
+        warnings = decide("a.svs", Claims(openslide=(0.25, 0.25), fields=(other, other))).warnings
+        assert sum("contradicts" in warning for warning in warnings) == words
+
+
 def test_axes_that_differ_warn_above_two_percent_and_both_are_kept() -> None:
     assert decide("a.svs", Claims(openslide=(0.24253, 0.24265))).warnings == ()
     assert decide("a.svs", Claims(openslide=(0.25, 0.2549))).warnings == ()
@@ -116,9 +123,25 @@ def test_objective_power_alone_is_a_guess_and_warns() -> None:
         (4000, "millimeter", 0.25),
         (4, 5, 0.25),
         ("40000,0", "CENTIMETER", 0.25),
+        (4e9, "km", 0.25),
+        (4e6, "m", 0.25),
+        (4e6, "meter", 0.25),
+        (4e5, "dm", 0.25),
+        (4, "\\u00b5m", 0.25),  # as some write the micro sign
+        (4, "\u03bcm", 0.25),  # with the Greek letter
+        (0.004, "nm", 0.25),
+        (0.0004, "Å", 0.25),
+        (0.000004, "pm", 0.25),
+        (3657600, "yd", 0.25),
+        (1219200, "ft", 0.25),
+        (25400 / 12 * 4, "li", 0.25),
+        (25400 / 72 * 4, "pt", 0.25),
+        (101.6, "thou", 0.25),
+        (101.6, "mil", 0.25),
         (1, "none", None),
         (1, 1, None),
         (0, "inch", None),
+        ("inf", "inch", None),
         ("", "inch", None),
         (None, None, None),
         (72, "inch", 352.777),
@@ -161,12 +184,26 @@ def test_scale_in_an_image_description(
     assert (None if found is None else found.mpp) == (None if mpp is None else pytest.approx(mpp))
 
 
+MEASURES = "dicom.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].PixelSpacing"
+
+
 @pytest.mark.parametrize(
     ("properties", "mpp"),
     [
         ({"aperio.MPP": "0,2526"}, (0.2526, 0.2526)),
         ({"philips.DICOM_PIXEL_SPACING": '"0.000227" "0.000226"'}, (0.226, 0.227)),
         ({"dicom.PixelSpacing": "0.0005\\0.00049"}, (0.49, 0.5)),
+        ({"dicom.PixelSpacing": "0.0005"}, (0.5, 0.5)),
+        ({f"{MEASURES}[0]": "0.0005", f"{MEASURES}[1]": "0.00049"}, (0.49, 0.5)),
+        (
+            {
+                "hamamatsu.PhysicalWidth": "20000000",  # nm
+                "hamamatsu.PhysicalHeight": "12000000",
+                "openslide.level[0].width": "80000",
+                "openslide.level[0].height": "40000",
+            },
+            (0.25, 0.3),
+        ),
         ({"ventana.ScanRes": "0.2325"}, (0.2325, 0.2325)),
         (
             {
@@ -176,7 +213,20 @@ def test_scale_in_an_image_description(
             (0.2425, 0.2426),
         ),
         ({"tiff.XResolution": "40000", "tiff.ResolutionUnit": "centimeter"}, (0.25, 0.25)),
+        ({"tiff.XResolution": "101600", "tiff.YResolution": "50800"}, (0.25, 0.5)),  # per inch
+        (
+            {
+                "openslide.vendor": "trestle",
+                "tiff.XResolution": "101600",
+                "openslide.objective-power": "20",
+            },
+            (0.5, 0.5),
+        ),
+        ({"tiff.ImageDescription": "MPP = 0.2526", "openslide.comment": "none"}, (0.2526, 0.2526)),
+        ({"openslide.comment": "MPP = 0.2526"}, (0.2526, 0.2526)),
+        ({"aperio.AppMag": "20"}, (0.5, 0.5)),
         ({"openslide.mpp-x": "0.25"}, (0.25, 0.25)),
+        ({"openslide.mpp-y": "0.25"}, (0.25, 0.25)),
     ],
 )
 def test_vendor_fields_give_a_scale(properties: dict[str, str], mpp: tuple[float, float]) -> None:
@@ -190,7 +240,10 @@ def test_slide_without_unit_says_before_any_work_which_flag_helps(tmp_path: Path
     path = slides.write_pyramid(tmp_path / "no-unit.tif", slides.noise(300, 300), mpp=None)
     with (
         Slide.open(path) as slide,
-        pytest.raises(ResolutionError, match=r"no-unit\.tif.*--mpp-override"),
+        pytest.raises(
+            ResolutionError,
+            match=r"no-unit\.tif.*\(TIFF resolution 1 has no unit of.*--mpp-override",
+        ),
     ):
         slide.tile_reader(TileSpec())
 

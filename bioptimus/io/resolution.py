@@ -324,7 +324,7 @@ def mpp_from_density(density: object, unit: object) -> float | None:
 
 
 def _um_per_unit(unit: object) -> float | None:
-    text = str(unit).strip().lower().rsplit(".", 1)[-1]
+    text = str(unit).strip().lower()
     text = _TIFF_UNITS.get(text, text).replace("\\u00b5", "µ")
     return _UM_PER_UNIT.get(text)
 
