@@ -27,6 +27,7 @@ class Bench:
         self.passes = SharedPasses(self.model, places=1, max_tiles=max_tiles)
         self.modes: list[InferenceMode] = []
         self.before: Callable[[Sequence[ModelRequest]], None] = lambda _: None
+        self.missing = 0
         self._gate, self._entered = threading.Event(), threading.Event()
         self._pool = ThreadPoolExecutor(8)
         real = self.model.forward_batch
@@ -36,7 +37,8 @@ class Bench:
             assert self._gate.wait(DEADLINE_S)
             self.modes.append(mode)
             self.before(requests)
-            return real(samples, requests, mode)
+            answers: list[ModelResponse] = real(samples, requests, mode)
+            return (answers * 2)[: len(answers) - self.missing]
 
         monkeypatch.setattr(self.model, "forward_batch", gated)
         self._submit([0], EMBEDDING)  # takes the only place
@@ -118,6 +120,35 @@ def test_a_failing_batch_does_not_fail_those_that_shared_its_pass(bench: Bench) 
     with pytest.raises(_ForwardError, match="cursed"):
         bad.result(DEADLINE_S)
     assert bench.runner.batches == [1, 2]
+
+
+@pytest.mark.parametrize("missing", [1, -1])
+def test_other_numbers_of_answers_than_tiles_are_given_to_nobody(
+    bench: Bench, missing: int
+) -> None:
+    """Else each caller behind the first would get its neighbour's."""
+    bench.missing = missing
+    sent = {seeds: bench.send(*seeds) for seeds in ((1, 2), (3,))}
+    bench.open_gate()
+    for seeds, future in sent.items():
+        count = len(seeds)
+        told = f"^both: {count - missing} results for {count} requests$"
+        with pytest.raises(_ForwardError, match=told):
+            future.result(DEADLINE_S)
+    assert bench.runner.batches == [1, 3, 2, 1]
+
+
+def test_a_shared_pass_with_an_answer_too_few_is_tried_again_for_each_alone(bench: Bench) -> None:
+    def short(requests: Sequence[ModelRequest]) -> None:
+        bench.missing = int(len(requests) > 2)
+
+    bench.before = short
+    sent = {seeds: bench.send(*seeds) for seeds in ((1, 2), (3,))}
+    bench.open_gate()
+    for seeds, future in sent.items():
+        for seed, answer in zip(seeds, future.result(DEADLINE_S), strict=True):
+            np.testing.assert_allclose(answer.output, mean_colour(seed), rtol=1e-5)
+    assert bench.runner.batches == [1, 3, 2, 1]
 
 
 def test_lack_of_memory_is_told_to_all_of_the_pass(bench: Bench) -> None:
