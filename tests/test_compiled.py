@@ -366,6 +366,18 @@ def test_without_a_compiler_the_error_says_that_the_portable_file_runs(
         compile_portable(portable, again=True)
 
 
+def test_a_program_that_gives_nan_by_itself_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    broken = Slow()
+    nn.init.constant_(broken.again.bias, torch.nan)
+    path = save_module(broken, SLOW, tmp_path / "nan.pt2")
+    monkeypatch.setattr(compilation, "_compile", lambda *_, **__: None)
+    with pytest.raises(CheckpointError, match=r"nan\.pt2: the program itself gives NaN or infin"):
+        compile_portable(path)
+
+
 def test_what_the_cpp_compiler_lacks_is_told(
     portable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -798,6 +798,32 @@ def test_a_function_that_draws_its_weights_at_random_is_refused(
     assert from_function("my_vit:loads", COLOURED).spec.source == "my_vit:loads"
 
 
+def test_weights_that_are_nan_are_told_as_that_and_not_as_drawn_at_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_net.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Sequential):\n"
+        "    def __init__(self, last):\n"
+        "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(192, 5, bias=False))\n"
+        "        self.register_buffer('unused', torch.full((2,), torch.nan))\n"
+        "        self[1].weight.data = torch.linspace(0, 1, 960).reshape(5, 192)\n"
+        "        self[1].weight.data[4, 191] = last\n"
+        "def right(): return Net(1.0)\n"
+        "def broken(): return Net(torch.nan)\n"
+        "def drawn(): return Net(torch.rand(1).item())\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    source = from_function("my_net:right", COLOURED)
+    assert export_module(source.network, source.spec, tmp_path / "r.pt2").worst_random > 0.9999
+    source = from_function("my_net:broken", COLOURED)
+    wanted = "itself gives NaN or infinity; 2 of its 2 weights hold NaN, such as unused: is the ch"
+    with pytest.raises(CheckpointError, match=wanted):
+        export_module(source.network, source.spec, tmp_path / "b.pt2")
+    with pytest.raises(CheckpointError, match=r"drawn: 1 of its 2 weights .* such as 1\.weight"):
+        from_function("my_net:drawn", COLOURED)
+
+
 def test_a_model_that_cannot_be_built_is_not_downloaded() -> None:
     with pytest.raises(UsageError, match="not buildable"):
         from_hub("conch", accept_licence=True)

@@ -224,6 +224,11 @@ def _compare(info: ArchiveInfo, compiled: Path, *, device: str) -> None:
     # On both sides of the sizes at which torch chooses other kernels.
     inputs = random_inputs(info.signature.inputs, rows=20)
     wanted = load_runner(info.path, device=device)(*inputs)
+    if not all(output.isfinite().all() for output in wanted):
+        raise CheckpointError(
+            f"{info.path}: the program itself gives NaN or infinity; were its weights right when "
+            "it was exported?"
+        )
     runner = load_runner(compiled, device=device)
     ones = runner(*(values[:1] for values in inputs))
     worst = agreement(wanted, runner(*inputs)).worst_of(

@@ -436,8 +436,7 @@ def _export(
     spec = _complete(spec, wanted[0], rows=len(batches[0][0]))
     if not all(torch.isfinite(output).all() for outputs in wanted for output in outputs):
         raise CheckpointError(
-            f"{spec.name}: the network itself gives NaN or infinity; are its weights and its mean "
-            "and deviation right?"
+            f"{spec.name}: the network itself gives NaN or infinity; {_why_not_finite(network)}"
         )
     _refuse_mixed_tiles(network, spec, batches[0], wanted[0], device=device)
     network.to(_DTYPES[spec.precision])
@@ -465,6 +464,23 @@ def _export(
         worst_length_error=worst.length_error,
         worst_differing_share=worst.differing_share,
     )
+
+
+def _why_not_finite(network: nn.Module) -> str:
+    """Where to look when a network gives NaN or infinity."""
+    weights = network.state_dict()
+    # Infinity may be meant, as in a mask of attention.
+    broken = [
+        name
+        for name, value in weights.items()
+        if isinstance(value, torch.Tensor) and value.isnan().any()
+    ]
+    if broken:
+        return (
+            f"{len(broken)} of its {len(weights)} weights hold NaN, such as {broken[0]}: is the "
+            "checkpoint whole?"
+        )
+    return "are its weights and its mean and deviation right?"
 
 
 def _reference(

@@ -149,7 +149,7 @@ def _refuse_random_weights(
         name
         for name, value in weights.items()
         if isinstance(value, torch.Tensor)
-        and not (name in others and torch.equal(value, others[name]))
+        and not (name in others and _is_same(value, others[name]))
     ]
     if drawn:
         raise CheckpointError(
@@ -157,6 +157,21 @@ def _refuse_random_weights(
             f"called, such as {drawn[0]}: have it load your checkpoint into all of them "
             "(load_state_dict, strict), and remove layers that the checkpoint lacks"
         )
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same, NaN in the same places included."""
+    import torch
+
+    if torch.equal(one, other):
+        return True
+    # NaN is not equal to itself, also where it was loaded.
+    known = one == one
+    return (
+        one.shape == other.shape
+        and torch.equal(known, other == other)
+        and torch.equal(one[known], other[known])
+    )
 
 
 def from_hub(
