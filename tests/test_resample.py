@@ -126,6 +126,21 @@ def test_corner_pixels_of_every_level_are_where_they_belong(tmp_path: Path, leve
             np.testing.assert_array_equal(reader.read(tile), stored[y : y + 32, x : x + 32])
 
 
+def test_tile_of_a_level_whose_sides_were_rounded_down_has_its_share_of_it(tmp_path: Path) -> None:
+    pixels = slides.noise(1603, 1047)
+    path = slides.write_pyramid(tmp_path / "a.tif", pixels, mpp=0.5, factors=(1, 16))
+    stored = slides.half(pixels, 16)
+    with Slide.open(path) as slide:
+        reader = slide.tile_reader(TileSpec(size_px=8, mpp=8.4))
+        assert reader.level == 1
+        tile = reader.read(Tile(0, 1400, 900, 134.4, 134.4))
+    by = (1603 / 100, 1047 / 65)
+    reference = area_average(
+        stored, (1400 / by[0], 900 / by[1]), (16.8 / by[0], 16.8 / by[1]), (8, 8)
+    )
+    assert np.abs(tile - reference).max() <= 1.6
+
+
 def test_tile_of_a_real_slide_is_the_area_average_of_its_place(example_slide: Path) -> None:
     spec = TileSpec(size_px=224, mpp=0.75)
     with Slide.open(example_slide) as slide:

@@ -1,11 +1,12 @@
 """Slides: what opening tells, and that tiles hold the pixels they should."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bioptimus.errors import ResolutionError, SlideOpenError, SlideReadError
+from bioptimus.errors import ResolutionError, SlideOpenError, SlideReadError, UsageError
 from bioptimus.io.wsi import OpenOptions, Slide
 from bioptimus.tiles import TileSpec, plan_tiles
 from tests import slides
@@ -89,6 +90,62 @@ def test_coarse_image_covers_the_whole_slide(example_slide: Path) -> None:
         assert (height - 1) * y < 2967 <= height * y
         assert x == y == pytest.approx(8 / 0.499, rel=0.1)
         assert (coarse.opaque == 255).all()
+
+
+@pytest.mark.parametrize("mpp", [(0.25, 0.5), (0.5, 0.25)])
+def test_coarse_image_of_uneven_pixels_is_the_mean_of_those_below(
+    tmp_path: Path, mpp: tuple[float, float]
+) -> None:
+    pixels = slides.noise(1003, 1001)
+    path = slides.write_pyramid(tmp_path / "a.tif", pixels, mpp=mpp, factors=(1, 2))
+    with Slide.open(path) as slide:
+        coarse = slide.coarse_image(8.0)
+    x, y = round(8 / mpp[0]), round(8 / mpp[1])
+    assert coarse.downsample == pytest.approx((x, y), rel=0.01)
+    assert coarse.pixels.shape == (math.ceil(1001 / y), math.ceil(1003 / x), 3)
+    for row, column in ((3, 5), (1001 // y - 2, 1003 // x - 2)):
+        below = pixels[y * row : y * (row + 1), x * column : x * (column + 1)]
+        np.testing.assert_allclose(coarse.pixels[row, column], below.mean(axis=(0, 1)), atol=3)
+
+
+def test_coarse_image_tells_the_scale_of_a_level_whose_sides_were_rounded_down(
+    tmp_path: Path,
+) -> None:
+    pixels = slides.noise(1603, 1047)
+    path = slides.write_pyramid(tmp_path / "a.tif", pixels, mpp=0.5, factors=(1, 16))
+    with Slide.open(path) as slide:
+        coarse = slide.coarse_image(8.0)
+    assert coarse.level == 1
+    assert coarse.downsample == (1603 / 100, 1047 / 65)
+
+
+def test_coarse_image_of_a_slide_coarser_than_that_is_the_slide(tmp_path: Path) -> None:
+    pixels = slides.noise(300, 200)
+    path = slides.write_pyramid(tmp_path / "a.tif", pixels, mpp=10.0, factors=(1, 2))
+    with Slide.open(path) as slide:
+        coarse = slide.coarse_image(8.0)
+    assert coarse.downsample == (1.0, 1.0)
+    np.testing.assert_array_equal(coarse.pixels, pixels)
+
+
+@pytest.mark.parametrize("mpp", [0.0, float("nan"), float("inf")])
+def test_scale_that_no_picture_has_is_refused(example_slide: Path, mpp: float) -> None:
+    with Slide.open(example_slide) as slide, pytest.raises(UsageError, match=f"mpp {mpp}"):
+        slide.coarse_image(mpp)
+
+
+def test_thumbnail_is_no_larger_than_asked_for(tmp_path: Path) -> None:
+    path = slides.write_pyramid(tmp_path / "a.tif", slides.noise(1003, 701), factors=(1,))
+    with Slide.open(path) as slide:
+        thumbnail = slide.thumbnail(300)
+    assert thumbnail.downsample == (4.0, 4.0)
+    assert thumbnail.pixels.shape == (176, 251, 3)
+
+
+def test_scale_from_a_list_wins_only_where_its_row_has_one() -> None:
+    options = OpenOptions(mpp_override=0.5)
+    assert options.with_column(None) == options
+    assert options.with_column(0.25).mpp_override == 0.25
 
 
 def test_missing_file_is_an_open_error_that_says_so(tmp_path: Path) -> None:

@@ -128,6 +128,22 @@ def test_damaged_coarse_level_is_replaced_by_a_finer_one(tmp_path: Path) -> None
     ]
 
 
+def test_place_that_no_level_has_is_background_and_counts_as_scanned(tmp_path: Path) -> None:
+    with Slide.open(_damaged(tmp_path / "a.svs", index=6)) as slide:
+        coarse = slide.coarse_image(8.0)
+        slide.thumbnail(64)
+        background = slide.background
+    damaged = np.zeros((64, 64), np.bool_)
+    damaged[16:32, 32:48] = True
+    np.testing.assert_array_equal(coarse.damaged, damaged)
+    assert (coarse.pixels[damaged] == background).all()
+    assert (coarse.opaque == 255).all()  # or its tiles would be dropped in silence
+    assert slide.warnings == [
+        "a.svs: level 0 is damaged: what cannot be read counts as tissue, so that its tiles are "
+        "tried; copy the slide again"
+    ]
+
+
 def test_slide_that_lost_its_end_opens_with_a_warning(tmp_path: Path) -> None:
     """Page tables and coarse levels first, pixels last: the other tiles can still be read."""
     path = slides.write_pyramid(tmp_path / "a.tif", slides.noise(1024, 1024), factors=(1, 4))

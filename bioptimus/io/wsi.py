@@ -326,7 +326,6 @@ class Slide:
         return self._coarse((factor * x, factor * y))
 
     def _coarse(self, wanted: tuple[float, float]) -> CoarseImage:
-        wanted = (max(1.0, wanted[0]), max(1.0, wanted[1]))
         best = choose_level(self.level_downsamples, wanted, name=self.name, allow_upsample=True)
         failure: SlideReadError | None = None
         for level in finer_levels(self.level_downsamples, best.level):
