@@ -21,6 +21,26 @@ def test_example_slide_tells_its_scale_and_where_it_stands(example_slide: Path) 
         assert len(slide.quickhash) == 64
 
 
+def test_slide_without_openslides_hash_is_told_from_one_of_other_pixels(tmp_path: Path) -> None:
+    pixels = slides.noise(600, 600)
+
+    def quickhash() -> str:
+        path = slides.write_pyramid(
+            tmp_path / "a.tif", pixels, factors=(1,), tile=None, compression=None
+        )
+        with Slide.open(path) as slide:
+            assert "openslide.quickhash-1" not in slide.properties
+            return slide.quickhash
+
+    found = [quickhash(), quickhash()]
+    for row in (0, 310, 599):
+        pixels[row] ^= 1
+        found.append(quickhash())
+    pixels = pixels[:599]
+    found.append(quickhash())
+    assert len(set(found)) == len(found) - 1
+
+
 def test_native_tile_is_the_stored_pixels(tmp_path: Path) -> None:
     pixels = slides.noise(700, 500)
     path = slides.write_pyramid(tmp_path / "a.tif", pixels, mpp=0.5, factors=(1,))
@@ -126,6 +146,13 @@ def test_coarse_image_of_a_slide_coarser_than_that_is_the_slide(tmp_path: Path) 
         coarse = slide.coarse_image(8.0)
     assert coarse.downsample == (1.0, 1.0)
     np.testing.assert_array_equal(coarse.pixels, pixels)
+
+
+def test_coarse_image_is_not_far_from_the_scale_asked_for(tmp_path: Path) -> None:
+    path = slides.write_pyramid(tmp_path / "a.tif", slides.noise(300, 200), mpp=0.5, factors=(1,))
+    with Slide.open(path) as slide:
+        for mpp in (0.55, 0.75, 0.99, 1.25):
+            assert slide.coarse_image(mpp).downsample == pytest.approx((mpp / 0.5,) * 2, rel=0.1)
 
 
 @pytest.mark.parametrize("mpp", [0.0, float("nan"), float("inf")])
