@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -330,6 +331,66 @@ def test_after_a_restart_of_the_machine_only_flushed_rows_count(
         rows_of(writer, 20, 30)
     with HDF5Writer.open(path, plan()) as writer:
         assert writer.resumed_rows == 20
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is written to and made safe from now on, in order: the call and the file's name."""
+    calls: list[str] = []
+
+    def noted(name: str, real: Any) -> Any:
+        def call(target: Any, *arguments: Any, **named: Any) -> Any:
+            path = f"/proc/self/fd/{target}" if isinstance(target, int) else None
+            file = os.readlink(path) if path else os.fspath(target)
+            told = f"{name} {re.sub('[.][0-9a-f]{8}$', '.new', os.path.basename(file))}"
+            if calls[-1:] != [told]:
+                calls.append(told)
+            return real(target, *arguments, **named)
+
+        return call
+
+    for name in ("pwrite", "ftruncate", "fsync", "rename", "unlink"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    monkeypatch.setattr(disk, "fdatasync", noted("fsync", disk.fdatasync))
+    return calls
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_nothing_has_its_name_or_counts_before_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out" / "a.h5"
+    write, sync = "pwrite a.h5.part", "fsync a.h5.part"
+    calls = calls_of(monkeypatch)
+    with HDF5Writer.open(path, plan()) as writer:
+        assert calls == [
+            "unlink a.h5.part.new",
+            "pwrite a.h5.part.new",
+            "ftruncate a.h5.part.new",
+            "fsync a.h5.part.new",
+            "rename a.h5.part.new",
+            "fsync out",
+        ]
+        calls.clear()
+        rows_of(writer, 0, 50)
+        assert calls == [write]
+        writer.flush()
+        assert calls == [write, sync, write, sync]
+        calls.clear()
+        writer.flush()
+        assert calls == []
+    monkeypatch.setattr(part, "_boot_id", lambda: b"another".ljust(64, b"\0"))
+    with HDF5Writer.open(path, plan()) as writer:
+        assert calls == [write, sync, write, sync]
+        rows_of(writer, 50, ROWS)
+        calls.clear()
+        writer.finish(state="ok")
+    assert calls[-5:] == [
+        "pwrite a.h5.part.new",
+        "fsync a.h5.part.new",
+        "rename a.h5.part.new",
+        "fsync out",
+        "unlink a.h5.part",
+    ]
 
 
 OTHER = {"model": {"sha256": "cd"}, "tile_mpp": 0.5, "n": 1}
