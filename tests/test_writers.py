@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import json
 import os
@@ -307,7 +308,8 @@ def test_kill_at_random_moments_loses_nothing(
 def test_rows_of_a_killed_process_are_not_computed_again(tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     writer = HDF5Writer.open(path, plan())
-    rows_of(writer, 10, 20)
+    rows = np.arange(10, 20)[::-1]
+    writer.write_rows(rows, embeddings=embeddings(rows), predictions=predictions(rows))
     writer.fail_tile(5, stage="read", reason="x")
     # No flush, no close: as a kill leaves it.
     with HDF5Writer.open(path, plan()) as resumed:
@@ -331,6 +333,22 @@ def test_after_a_restart_of_the_machine_only_flushed_rows_count(
         rows_of(writer, 20, 30)
     with HDF5Writer.open(path, plan()) as writer:
         assert writer.resumed_rows == 20
+
+
+def test_where_the_system_tells_no_start_only_flushed_rows_of_another_process_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.h5"
+    monkeypatch.setattr(part, "boot_id", str)
+    with HDF5Writer.open(path, plan()) as writer:
+        rows_of(writer, 0, 10)
+        writer.flush()
+        rows_of(writer, 10, 20)
+    with HDF5Writer.open(path, plan()) as writer:
+        assert writer.resumed_rows == 20
+    monkeypatch.setattr(part, "_PROCESS", "another")
+    with HDF5Writer.open(path, plan()) as writer:
+        assert writer.resumed_rows == 10
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -434,7 +452,9 @@ def test_part_of_other_parameters_that_holds_no_row_starts_anew(
         assert "model.sha256 is cd there" in (writer.started_anew_because or "")
 
 
-@pytest.mark.parametrize("damage", ["empty", "foreign", "short", "header", "no header"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "foreign", "short", "header", "no header", "endless header"]
+)
 def test_a_damaged_part_starts_anew(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "a.h5"
     with HDF5Writer.open(path, plan()) as writer:
@@ -446,6 +466,7 @@ def test_a_damaged_part_starts_anew(tmp_path: Path, damage: str) -> None:
         "short": whole[:-1],
         "header": whole[:140] + b"}" + whole[141:],
         "no header": whole[:16] + (2).to_bytes(8, "little") + whole[24:128] + b"[]" + whole[130:],
+        "endless header": whole[:16] + b"\xff" * 8 + whole[24:],
     }[damage]
     part_of(path).write_bytes(broken)
     with HDF5Writer.open(path, plan()) as writer:
@@ -502,6 +523,9 @@ def test_same_digest_with_other_tiles_is_not_trusted(tmp_path: Path) -> None:
     moved = plan(coords=plan().coords + 1)
     with HDF5Writer.open(path, moved) as writer:
         assert writer.started_anew_because == "its tiles lie elsewhere"
+        rows_of(writer, 0, 10)
+    with HDF5Writer.open(path, dataclasses.replace(moved, dtype="float16")) as writer:
+        assert writer.started_anew_because == "dtype is float32 there, float16 now"
 
 
 def test_a_look_at_the_part_tells_what_opening_it_does_and_changes_nothing(
@@ -710,6 +734,19 @@ def test_a_disk_that_goes_on_failing_is_named(
         assert len(writer.pending()) == ROWS
 
 
+def test_a_part_that_somebody_else_cut_short_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.h5"
+    monkeypatch.setattr(disk, "RETRY_DELAYS_S", (0.0,))
+    with HDF5Writer.open(path, plan()) as writer:
+        rows_of(writer, 0, ROWS)
+        os.truncate(part_of(path), 4096)
+        with pytest.raises(OutputError, match=r"a\.h5: cannot finish it: .* cut short by somebody"):
+            writer.finish(state="ok")
+    assert names_in(tmp_path) == ["a.h5.part"]
+
+
 def test_rows_whose_flush_failed_are_pending_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -784,6 +821,17 @@ def test_two_writers_on_one_file_leave_one_whole_file(
     assert names_in(tmp_path) == ["a.h5"]
 
 
+def test_a_part_that_another_run_began_meanwhile_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with HDF5Writer.open(path, plan()) as writer:
+        rows_of(writer, 0, ROWS)
+        part_of(path).unlink()
+        with HDF5Writer.open(path, plan()) as other:
+            rows_of(other, 0, 10)
+            writer.finish(state="ok")
+            assert names_in(tmp_path) == ["a.h5", "a.h5.part"]
+
+
 def test_files_finished_in_many_threads_at_once_are_whole(
     tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -810,6 +858,24 @@ def test_a_lost_request_while_opening_is_tried_again(
         writer = HDF5Writer.open(tmp_path / "a.h5", plan())
     rows_of(writer, 0, ROWS)
     writer.finish(state="ok")
+    assert names_in(tmp_path) == ["a.h5"]
+
+
+def test_a_lost_request_while_finishing_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, lost = os.rename, [OSError(errno.ESTALE, os.strerror(errno.ESTALE))]
+
+    def stale_once(*arguments: Any) -> None:
+        if lost:
+            raise lost.pop()
+        real(*arguments)
+
+    monkeypatch.setattr(disk, "RETRY_DELAYS_S", (0.0,))
+    with HDF5Writer.open(tmp_path / "a.h5", plan()) as writer:
+        rows_of(writer, 0, ROWS)
+        monkeypatch.setattr(os, "rename", stale_once)
+        writer.finish(state="ok")
     assert names_in(tmp_path) == ["a.h5"]
 
 
@@ -870,7 +936,7 @@ def test_a_truncated_foreign_or_incomplete_file_is_not_taken_for_done(tmp_path: 
         check_existing(path, digest="digest", digest_parameters=PARAMETERS)
 
 
-def test_a_plan_whose_parts_disagree_is_refused() -> None:
+def test_a_plan_whose_parts_disagree_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="output names"):
         plan(output_names=("one",))
     with pytest.raises(OutputError, match="tissue ratios"):
@@ -879,6 +945,13 @@ def test_a_plan_whose_parts_disagree_is_refused() -> None:
         plan(coords=np.zeros((ROWS, 2), np.int32))
     with pytest.raises(OutputError, match="complete itself"):
         plan(attributes={"complete": True})
+    with pytest.raises(OutputError, match="rows of int8, not of float32 or float16"):
+        plan(dtype="int8")
+    with (
+        HDF5Writer.open(tmp_path / "a.h5", plan(rows=0)) as writer,
+        pytest.raises(OutputError, match="complete itself"),
+    ):
+        writer.finish(state="ok", attributes={"complete": False})
 
 
 def test_a_stale_handle_is_opened_again_by_its_path(tmp_path: Path) -> None:
