@@ -138,64 +138,76 @@ def set_coords_attribute(name: str, value: object) -> Callable[[Path], None]:
     return damage
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (truncate, "cannot be read"),
-        (set_attribute("complete", False), "is not complete"),
-        (set_attribute("digest", "00"), "its digest is not that of its parameters"),
-        (set_attribute("digest_parameters", '{"x": 1}'), "its digest is not that of"),
-        (set_attribute("digest_parameters", '{"x": '), "its digest is not that of"),
-        (set_attribute("tiles_planned", 20), "has 11 rows and 1 failed tile of 20 planned"),
-        (set_attribute("tiles_failed", 2), "lists 1 failed tile and says 2"),
-        (set_attribute("state", "empty"), "has state empty with 12 tiles planned"),
-        (set_attribute("mode", "embedding"), "has 3 predicted values in mode embedding"),
-        (set_attribute("mode", "Embedding"), "has a mode or model_spec that says nothing"),
-        (set_attribute("model_spec", "{"), "has a mode or model_spec that says nothing"),
-        (set_attribute("mpp_x", 0.0), "says mpp_x is 0.0"),
-        (set_attribute("tile_mpp", "0.5"), "says tile_mpp is 0.5"),
-        (lose("features"), "has 0 embedding values in mode prediction_with_embedding"),
-        (widen("features"), "holds float64 as features, not float32 or float16"),
-        (widen("predictions"), "holds float64 as predictions, not float32 or float16"),
-        (replace("thumbnail", np.zeros((0, 0, 3), np.uint8)), "holds uint8 (0, 0, 3) as thumbnail"),
-        (replace("thumbnail", np.zeros((2, 2, 4), np.uint8)), "holds uint8 (2, 2, 4) as thumbnail"),
-        (replace("output_names", np.array(["A"], "S1")), "has 1 name for 3 predicted values"),
-        (lose_downsample, "says nothing as downsample of tissue_mask"),
-        (set_downsample([4.0]), "says [4.0] as downsample of tissue_mask"),
-        (set_downsample([0.0, 4.0]), "says [0.0, 4.0] as downsample of tissue_mask"),
-        (set_downsample([4.0, np.nan]), "says [4.0, nan] as downsample of tissue_mask"),
-        (lose("coords"), "lacks the dataset coords"),
-        (set_value("features", 5, np.nan), "has 1 row of features with NaN or Inf"),
-        (set_value("predictions", 0, np.inf), "has 1 row of predictions with NaN or Inf"),
-        (set_value("coords", 2, [0, 0]), "has two rows for one tile"),
-        (set_value("coords", 2, [2240, 0]), "has 1 tile whose corner is outside the slide"),
-        (set_value("tissue_ratios", 2, np.nan), "has tissue ratios outside 0 to 1"),
-        # Facts that stand in two places.
-        (set_attribute("mpp_x", 0.5), "says level0_magnification of coords is 40.0, 10 / mpp_x 20"),
-        (set_attribute("mpp_y", 0.5), "says 'mpp' of digest_parameters is [0.25, 0.2505], mpp_x"),
-        (set_attribute("tile_size_px", 256), "says patch_size of coords is 224, tile_size_px 256"),
-        (set_attribute("tile_mpp", 1.0), "says target_magnification of coords is 20.0, 10 / tile"),
-        (set_attribute("overlap_px", 8), "says overlap of coords is 0, overlap_px 8"),
-        (set_attribute("slide_width", 9000), "says level0_width of coords is 2240, slide_width"),
-        (set_attribute("model_sha256", "00"), "says 'model sha256' of digest_parameters is abab"),
-        (set_attribute("slide_quickhash", "b"), "says 'slide quickhash' of digest_parameters is a"),
-        (set_coords_attribute("patch_size_level0", 224), "says patch_size_level0 of coords is 224"),
-        (set_coords_attribute("level0_height", 1), "says level0_height of coords is 1, slide_"),
-        # Values as good as any, but not those that were written.
-        (set_value("features", 5, 7.0), "has other values in row 5 than were written"),
-        (set_value("predictions", slice(0, 2), 7.0), "has other values in 2 rows than were writt"),
-        (set_value("coords", 2, [1, 1]), "has other values in coords than were written"),
-        (set_value("tissue_ratios", 2, 0.75), "has other values in tissue_ratios than were writt"),
-        (set_value("output_names", 0, "CDH1"), "has other values in output_names than were writt"),
-        (set_value("thumbnail", 0, 1), "has other values in thumbnail than were written"),
-        (set_value("tissue_mask", 0, 1), "has other values in tissue_mask than were written"),
-    ],
-)
-def test_each_damage_is_found(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
-    path = make_result(tmp_path / "tiny" / "a.h5")
-    assert problems(tmp_path) == []
-    damage(path)
-    found = problems(tmp_path)
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (truncate, "cannot be read"),
+    (set_attribute("complete", False), "is not complete"),
+    (set_attribute("digest", "00"), "its digest is not that of its parameters"),
+    (set_attribute("digest_parameters", '{"x": 1}'), "its digest is not that of"),
+    (set_attribute("digest_parameters", '{"x": '), "its digest is not that of"),
+    (set_attribute("tiles_planned", 20), "has 11 rows and 1 failed tile of 20 planned"),
+    (set_attribute("tiles_failed", 2), "lists 1 failed tile and says 2"),
+    (set_attribute("state", "empty"), "has state empty with 12 tiles planned"),
+    (set_attribute("mode", "embedding"), "has 3 predicted values in mode embedding"),
+    (set_attribute("mode", "Embedding"), "has a mode or model_spec that says nothing"),
+    (set_attribute("model_spec", "{"), "has a mode or model_spec that says nothing"),
+    (set_attribute("mpp_x", 0.0), "says mpp_x is 0.0"),
+    (set_attribute("tile_mpp", "0.5"), "says tile_mpp is 0.5"),
+    (lose("features"), "has 0 embedding values in mode prediction_with_embedding"),
+    (widen("features"), "holds float64 as features, not float32 or float16"),
+    (widen("predictions"), "holds float64 as predictions, not float32 or float16"),
+    (replace("thumbnail", np.zeros((0, 0, 3), np.uint8)), "holds uint8 (0, 0, 3) as thumbnail"),
+    (replace("thumbnail", np.zeros((2, 2, 4), np.uint8)), "holds uint8 (2, 2, 4) as thumbnail"),
+    (replace("output_names", np.array(["A"], "S1")), "has 1 name for 3 predicted values"),
+    (lose_downsample, "says nothing as downsample of tissue_mask"),
+    (set_downsample([4.0]), "says [4.0] as downsample of tissue_mask"),
+    (set_downsample([0.0, 4.0]), "says [0.0, 4.0] as downsample of tissue_mask"),
+    (set_downsample([4.0, np.nan]), "says [4.0, nan] as downsample of tissue_mask"),
+    (lose("coords"), "lacks the dataset coords"),
+    (set_value("features", 5, np.nan), "has 1 row of features with NaN or Inf"),
+    (set_value("predictions", 0, np.inf), "has 1 row of predictions with NaN or Inf"),
+    (set_value("coords", 2, [0, 0]), "has two rows for one tile"),
+    (set_value("coords", 2, [2240, 0]), "has 1 tile whose corner is outside the slide"),
+    (set_value("tissue_ratios", 2, np.nan), "has tissue ratios outside 0 to 1"),
+    # Facts that stand in two places.
+    (set_attribute("mpp_x", 0.5), "says level0_magnification of coords is 40.0, 10 / mpp_x 20"),
+    (set_attribute("mpp_y", 0.5), "says 'mpp' of digest_parameters is [0.25, 0.2505], mpp_x"),
+    (set_attribute("tile_size_px", 256), "says patch_size of coords is 224, tile_size_px 256"),
+    (set_attribute("tile_mpp", 1.0), "says target_magnification of coords is 20.0, 10 / tile"),
+    (set_attribute("overlap_px", 8), "says overlap of coords is 0, overlap_px 8"),
+    (set_attribute("slide_width", 9000), "says level0_width of coords is 2240, slide_width"),
+    (set_attribute("model_sha256", "00"), "says 'model sha256' of digest_parameters is abab"),
+    (set_attribute("slide_quickhash", "b"), "says 'slide quickhash' of digest_parameters is a"),
+    (set_coords_attribute("patch_size_level0", 224), "says patch_size_level0 of coords is 224"),
+    (set_coords_attribute("level0_height", 1), "says level0_height of coords is 1, slide_"),
+    # Values as good as any, but not those that were written.
+    (set_value("features", 5, 7.0), "has other values in row 5 than were written"),
+    (set_value("predictions", slice(0, 2), 7.0), "has other values in 2 rows than were writt"),
+    (set_value("coords", 2, [1, 1]), "has other values in coords than were written"),
+    (set_value("tissue_ratios", 2, 0.75), "has other values in tissue_ratios than were writt"),
+    (set_value("output_names", 0, "CDH1"), "has other values in output_names than were writt"),
+    (set_value("thumbnail", 0, 1), "has other values in thumbnail than were written"),
+    (set_value("tissue_mask", 0, 1), "has other values in tissue_mask than were written"),
+]
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Number of a damage → what is found in its file. One check looks at all: it costs a start."""
+    folder = tmp_path_factory.mktemp("damaged")
+    paths = [make_result(folder / str(n) / "tiny" / "a.h5") for n in range(len(DAMAGES))]
+    assert problems(folder) == []
+    for path, (damage, _) in zip(paths, DAMAGES, strict=True):
+        damage(path)
+    found: dict[str, list[str]] = {}
+    for line in problems(folder):
+        number, problem = line.split("/", 1)
+        found.setdefault(number, []).append(problem)
+    return found
+
+
+@pytest.mark.parametrize(("number", "words"), [(n, words) for n, (_, words) in enumerate(DAMAGES)])
+def test_each_damage_is_found(damaged: dict[str, list[str]], number: int, words: str) -> None:
+    found = damaged[str(number)]
     assert any(line.startswith(f"tiny/a.h5: {words}") for line in found), found
 
 
