@@ -90,6 +90,25 @@ def test_model_is_not_loaded_where_no_slide_is_left(
     assert main(["report", "out"]) == 1
 
 
+@pytest.mark.parametrize("also", [[], ["--device", "cpu,cpu"]])
+def test_slides_that_do_not_open_end_before_the_model_is_loaded_up_to_the_first_that_does(
+    folder: Path, model: Path, capfd: pytest.CaptureFixture[str], also: list[str]
+) -> None:
+    Path("junk.svs").write_bytes(b"no slide at all")
+    write_pyramid(folder / "unscaled.tif", tissue(256, 256), mpp=None)
+    words = ["--model", str(model), "--tissue", "none", "--workers", "1", "--out", "out", *also]
+    assert main(["embed", "junk.svs", "unscaled.tif", *words]) == 1
+    shown = capfd.readouterr().err
+    assert "loading" not in shown
+    assert shown.count("junk.svs: failed, ") == shown.count("unscaled.tif: failed, no mpp") == 1
+    assert main(["embed", "junk.svs", "a.tif", "unscaled.tif", *words]) == 1
+    shown = capfd.readouterr().err
+    order = [shown.index(words) for words in ("junk.svs: failed", "loading tiny", "a.tif: ok")]
+    assert order == sorted(order)
+    assert shown.count("unscaled.tif: failed, no mpp") == 1
+    assert sorted(path.name for path in Path("out", "tiny").iterdir()) == ["a.h5"]
+
+
 def test_rna_that_a_list_lacks_fails_its_slide_alone(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

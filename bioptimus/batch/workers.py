@@ -157,7 +157,7 @@ class Workers:
                 self._end(index, job, refused(job))
 
     def settle(self, count: int) -> None:
-        """End slides in turn whose result is there, up to the first that takes the model.
+        """End slides in turn that are done or do not open, up to the first that takes the model.
 
         Raises:
             Exception: As `run`.
@@ -275,14 +275,14 @@ class Workers:
 
     def _settled_one(self, index: int) -> SlideReport | None:
         slide, job = self.work.slides[index], self.work.jobs[index]
-        if not _may_be_done(job):
-            return None
-        self._tell_started(index)
+        may_be_done = _may_be_done(job)
+        if may_be_done:
+            self._tell_started(index)
         # A claim, if only for a look, would keep others from a slide that there is work on.
         report = self._settled(slide, job)
-        if report is None or report.state != "failed":
-            return report
-        return self._one(index, self._settled)  # told by one process only
+        if report is not None and report.state == "failed":
+            return self._one(index, self._settled)  # told by one process only
+        return report if may_be_done else None
 
     def _tell_started(self, index: int) -> None:
         if index not in self._begun:
