@@ -48,6 +48,7 @@ def test_a_result_gives_back_what_was_written(tmp_path: Path) -> None:
     assert result.thumbnail.downsample == (32.0, 32.0)
     assert result.tissue_mask is not None
     assert result.tissue_mask.pixels.max() == 1
+    assert result.tissue_mask.downsample == (64.0, 64.0)
 
 
 def test_a_file_that_this_process_holds_open_with_locks_is_read_all_the_same(

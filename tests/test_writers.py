@@ -23,8 +23,9 @@ import pytest
 from bioptimus.errors import OutputError, OutputMismatchError
 from bioptimus.inference import disk, part
 from bioptimus.inference.disk import DiskFile
+from bioptimus.inference.results import open_result
 from bioptimus.inference.writers import Existing, HDF5Writer, check_existing, look_at_part, part_of
-from tests.result_files import make_result
+from tests.result_files import damage, make_result
 from tests.writer_process import DIM, FAILED, ROWS, embeddings, plan, predictions, write
 
 PARAMETERS = plan().digest_parameters
@@ -539,7 +540,9 @@ def test_a_look_at_the_part_tells_what_opening_it_does_and_changes_nothing(
         writer.flush()
         rows_of(writer, 10, 30)
     left = part_of(path).read_bytes()
+    before = len(os.listdir("/dev/fd"))
     assert look_at_part(path, plan()) == 30
+    assert len(os.listdir("/dev/fd")) == before  # of 100,000 parts none may stay open
     # The machine was started anew: rows that were not flushed do not count.
     monkeypatch.setattr(part, "_boot_id", lambda: b"another".ljust(64, b"\0"))
     others = [
@@ -889,6 +892,16 @@ def test_existing_file_is_the_same_another_or_none(tmp_path: Path) -> None:
         check_existing(
             path, digest="x", digest_parameters={"model": {"sha256": "ab"}, "tile_mpp": 1.0}
         )
+
+
+def test_existing_file_is_read_whole_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = make_result(tmp_path / "a.h5")
+    digest = open_result(path).digest
+    assert check_existing(path, digest=digest, digest_parameters={}, whole=True) is not None
+    damage(path, "features", row=7)
+    assert check_existing(path, digest=digest, digest_parameters={}) is not None
+    with pytest.raises(OutputError, match="has other values in row 7 than were written"):
+        check_existing(path, digest=digest, digest_parameters={}, whole=True)
 
 
 def test_what_a_kill_after_the_rename_left_is_tidied_up(tmp_path: Path) -> None:
