@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from bioptimus.errors import OutputError
-from bioptimus.inference.disk import refuse_file, refuse_folder, written_aside
+from bioptimus.inference.disk import output_errors, refuse_file, refuse_folder, written_aside
 from bioptimus.planning import SlidePlan
 from bioptimus.tissue import TissueMask
 
@@ -93,12 +92,10 @@ def save_overview(path: Path, picture: Pixels) -> None:
     """
     refuse_file(path.parent)
     refuse_folder(path)
-    try:
+    with output_errors(path, "overview not written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(path) as temporary:
             Image.fromarray(picture).save(temporary, format="PNG")
-    except OSError as exc:
-        raise OutputError(f"{path}: overview not written: {exc.strerror or exc}") from exc
 
 
 def _covered(

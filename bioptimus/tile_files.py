@@ -15,7 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bioptimus.errors import OutputError, SlideReadError
-from bioptimus.inference.disk import refuse_file, remove, remove_abandoned, written_aside
+from bioptimus.inference.disk import (
+    ELSEWHERE,
+    refuse_file,
+    remove,
+    remove_abandoned,
+    written_aside,
+)
 from bioptimus.io.wsi import Slide
 from bioptimus.planning import SlidePlan
 
@@ -216,4 +222,4 @@ def _translated(path: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise  # the reader has had enough, as `| head`: no fault of the slide
     except OSError as exc:
-        raise OutputError(f"{path}: not written: {exc.strerror or exc}") from exc
+        raise OutputError(f"{path}: not written: {exc.strerror or exc}; {ELSEWHERE}") from exc

@@ -728,7 +728,8 @@ def test_too_little_room_is_said_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 900, 100))
     (done,) = convert([path], tmp_path / "out", to="npz")
     assert done.problem is not None
-    assert "0 MiB are free" in done.problem
+    wanted = " and about 1 MiB are needed; free some, or choose another --out"
+    assert done.problem == f"{path}: 0 MiB are free in {tmp_path / 'out'}{wanted}"
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -259,7 +259,7 @@ def test_picture_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", fail)
-    with pytest.raises(OutputError, match="No space left on device"):
+    with pytest.raises(OutputError, match="No space left on device; mend that, or choose another"):
         save_overview(tmp_path / "a.png", np.zeros((4, 4, 3), dtype=np.uint8))
     assert list(tmp_path.iterdir()) == []
 

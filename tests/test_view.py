@@ -794,7 +794,7 @@ def test_an_out_that_is_a_file_is_wrong_usage(
 def test_a_picture_that_cannot_be_written_is_an_output_error(
     result_file: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(OutputError, match="cannot be written"):
+    with pytest.raises(OutputError, match=r"cannot be written: .*; mend that, or choose"):
         drawn(open_source(result_file), tmp_path / "gone" / "a.png", "overview")
 
 

@@ -238,7 +238,7 @@ def _check_space(plan: Conversion, out: Path) -> None:
     if free < plan.needed_bytes:
         raise OutputError(
             f"{plan.source}: {free >> 20} MiB are free in {out} and about "
-            f"{plan.needed_bytes >> 20} MiB are needed"
+            f"{-(-plan.needed_bytes >> 20)} MiB are needed; free some, or choose another --out"
         )
 
 

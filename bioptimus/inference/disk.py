@@ -22,6 +22,8 @@ from bioptimus.inference.layout import PART_SUFFIX
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+ELSEWHERE = "mend that, or choose another place"
+"""The next step where a file cannot be written, in words that fit any option."""
 TRANSIENT_ERRORS = frozenset({errno.ESTALE, errno.EIO})
 RETRY_DELAYS_S = (0.1, 1.0, 5.0)
 
@@ -276,7 +278,7 @@ def refuse_file(folder: Path) -> None:
 
 
 @contextmanager
-def output_errors(path: Path, doing: str, *, advice: str) -> Iterator[None]:
+def output_errors(path: Path, doing: str, *, advice: str = ELSEWHERE) -> Iterator[None]:
     """Turn the OS's errors into ours, with its words.
 
     Raises:

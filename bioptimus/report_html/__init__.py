@@ -29,6 +29,7 @@ def write_html(out: Path, target: Path, *, pictures: bool = True, tell: Tell = t
             folder is in its place, or a file in that of its folder.
     """
     from bioptimus.inference.disk import (
+        output_errors,
         refuse_file,
         refuse_folder,
         remove_abandoned,
@@ -46,12 +47,10 @@ def write_html(out: Path, target: Path, *, pictures: bool = True, tell: Tell = t
     if not run.slides and not run.runs:
         raise OutputError(f"{out}: holds neither result files nor runs/*.json")
     text = render(run, draw_all(run, tell) if pictures else {})
-    try:
+    with output_errors(target, "cannot be written"):
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned([target])
         with written_aside(target) as temporary:
             # Names of files need not be in UTF-8.
             temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as exc:
-        raise OutputError(f"{target}: cannot be written: {exc.strerror or exc}") from exc
     return len(run.slides)

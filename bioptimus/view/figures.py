@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from bioptimus.counting import counted
 from bioptimus.errors import OutputError, UsageError
-from bioptimus.inference.disk import written_aside
+from bioptimus.inference.disk import output_errors, written_aside
 from bioptimus.kinds import checks_kinds
 from bioptimus.view.clusters import k_means
 from bioptimus.view.colours import (
@@ -280,15 +280,13 @@ def save(
     metadata: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
     if made_from is not None:
         metadata["Subject" if kind == "pdf" else "Source"] = made_from
-    try:
-        with (
-            written_aside(path) as temporary,
-            # Text stays text, and two runs give the same bytes.
-            mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "view"}),
-        ):
-            render(figure, temporary, format=kind, dpi=options.dpi, metadata=metadata or None)
-    except OSError as exc:
-        raise OutputError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
+    with (
+        output_errors(path, "cannot be written"),
+        written_aside(path) as temporary,
+        # Text stays text, and two runs give the same bytes.
+        mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "view"}),
+    ):
+        render(figure, temporary, format=kind, dpi=options.dpi, metadata=metadata or None)
 
 
 def shows(path: Path, made_from: str) -> bool:
