@@ -40,7 +40,8 @@ from bioptimus.tiles import TileSpec, plan_tiles
 from bioptimus.tissue import TissueOptions
 from bioptimus.view.page import PictureOptions
 from tests.models import fake_model
-from tests.tiny_models import save_tiny
+from tests.slides import tissue, write_pyramid
+from tests.tiny_models import TINY, save_tiny
 
 
 def test_one_call_embeds_a_slide_inside_a_running_loop(example_slide: Path, tmp_path: Path) -> None:
@@ -199,7 +200,9 @@ NO_PATHS: tuple[object, ...] = ("", "a\0b", Path("a\0b"), "\ud800")
 def test_no_call_answers_a_wrong_value_with_an_error_that_is_not_ours(
     example_slide: Path, tmp_path: Path
 ) -> None:
-    model = build_server_model(save_tiny(tmp_path / "tiny.pt2"))
+    # Of tiles of 64 px: there are some hundreds of them, not ten thousands.
+    spec = TINY.with_(tile=TileSpec(size_px=64))
+    model = build_server_model(save_tiny(tmp_path / "tiny.pt2", spec))
     result = bioptimus.embed_slide(example_slide, out=tmp_path, model=model)
     pixels = np.zeros((224, 224, 3), np.uint8)
     config = RunConfig(inputs=(str(example_slide),), out=tmp_path)
@@ -292,8 +295,9 @@ def test_a_picture_says_which_options_it_has(example_slide: Path, tmp_path: Path
         bioptimus.draw(result, "nearest")
 
 
-def test_numbers_of_a_table_count_as_pythons_own(example_slide: Path, tmp_path: Path) -> None:
+def test_numbers_of_a_table_count_as_pythons_own(tmp_path: Path) -> None:
     model = build_server_model(save_tiny(tmp_path / "tiny.pt2"))
+    slide = write_pyramid(tmp_path / "a.tif", tissue(128, 128), mpp=1.0, factors=(1,))
 
     def embed(mpp: float, share: float, overlap: int, batch: int) -> int:
         options = SlideOptions(
@@ -301,7 +305,7 @@ def test_numbers_of_a_table_count_as_pythons_own(example_slide: Path, tmp_path: 
             plan=PlanOptions(tissue="none", min_tissue=share, overlap_px=overlap),
         )
         result = bioptimus.embed_slide(
-            example_slide, out=tmp_path, model=model, options=options, batch_size=batch
+            slide, out=tmp_path, model=model, options=options, batch_size=batch
         )
         return result.path.stat().st_mtime_ns
 

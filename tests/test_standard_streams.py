@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import EXAMPLE_SLIDE
 
 FULL = Path("/dev/full")  # each write fails as on a full disk
+# Coarse tiles: a run is little more than its start.
+COARSE = ("--tile-mpp", "2", "--min-tissue", "0")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="/dev/full is Linux's alone")
 
 
@@ -26,7 +28,7 @@ def _bioptimus(*words: object, streams: str) -> subprocess.CompletedProcess[str]
 
 def test_run_whose_standard_streams_are_closed_ends_well(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = _bioptimus("embed", EXAMPLE_SLIDE, "--out", out, streams="<&- >&- 2>&-")
+    done = _bioptimus("embed", EXAMPLE_SLIDE, *COARSE, "--out", out, streams="<&- >&- 2>&-")
     assert done.returncode == 0
     assert (out / "lite0" / f"{EXAMPLE_SLIDE.stem}.h5").is_file()
 
@@ -38,7 +40,7 @@ def test_run_goes_on_where_paths_cannot_be_told_and_says_so_at_its_end(tmp_path:
     for name in ("a.svs", "b.svs"):
         (slides / name).write_bytes(EXAMPLE_SLIDE.read_bytes())
     out = tmp_path / "out"
-    done = _bioptimus("embed", slides, "--out", out, streams=f"> {FULL}")
+    done = _bioptimus("embed", slides, *COARSE, "--out", out, streams=f"> {FULL}")
     assert done.returncode == 1
     assert sorted(path.name for path in (out / "lite0").iterdir()) == ["a.h5", "b.h5"]
     last = done.stderr.splitlines()[-1]
@@ -49,7 +51,7 @@ def test_run_goes_on_where_paths_cannot_be_told_and_says_so_at_its_end(tmp_path:
 @needs_full
 def test_run_goes_on_where_its_lines_cannot_be_told(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = _bioptimus("embed", EXAMPLE_SLIDE, "--out", out, streams=f"2> {FULL}")
+    done = _bioptimus("embed", EXAMPLE_SLIDE, *COARSE, "--out", out, streams=f"2> {FULL}")
     assert done.returncode == 0
     assert done.stdout.splitlines() == [str(out / "lite0" / f"{EXAMPLE_SLIDE.stem}.h5")]
 
