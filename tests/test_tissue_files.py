@@ -54,6 +54,16 @@ def test_polygon_is_drawn_without_growing(tmp_path: Path) -> None:
     assert found.method == "file"
 
 
+def test_polygon_that_reaches_over_the_edges_of_a_slide_with_uneven_pixels(tmp_path: Path) -> None:
+    ring = [[-320, -160], [1600, -160], [1600, 800], [-320, 800]]
+    path = write(tmp_path / "a.geojson", {"type": "Polygon", "coordinates": [ring]})
+    found = load_mask(path, dimensions=DIMENSIONS, mpp=(0.25, 0.5))
+    expected = np.zeros((100, 100), dtype=bool)
+    expected[:50, :50] = True
+    np.testing.assert_array_equal(found.mask, expected)
+    assert found.downsample == (32.0, 16.0)
+
+
 def test_hole_is_left_out_and_overlapping_polygons_are_united(tmp_path: Path) -> None:
     collection = {
         "type": "FeatureCollection",
@@ -226,10 +236,20 @@ def test_png_cut_short_is_named(tmp_path: Path) -> None:
         load(path)
 
 
-def test_png_of_another_shape_is_refused(tmp_path: Path) -> None:
-    Image.new("L", (100, 100)).save(tmp_path / "a.png")
-    with pytest.raises(TissueError, match=r"100 x 100 px does not have the shape of the slide"):
+@pytest.mark.parametrize("size", [(50, 100), (1000, 520), (1000, 480)])
+def test_png_of_another_shape_is_refused(tmp_path: Path, size: tuple[int, int]) -> None:
+    Image.new("L", size).save(tmp_path / "a.png")
+    with pytest.raises(TissueError, match=r"a\.png: .* does not have the shape of the slide"):
         load(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("size", [(20, 11), (1000, 505), (1000, 495)])
+def test_png_whose_sides_were_rounded_has_a_scale_along_each(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    Image.new("L", size).save(tmp_path / "a.png")
+    found = load_mask(tmp_path / "a.png", dimensions=(1000, 500), mpp=MPP)
+    assert found.downsample == (1000 / size[0], 500 / size[1])
 
 
 def test_png_finer_than_any_use_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
