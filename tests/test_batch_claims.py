@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bioptimus.batch import claims
-from bioptimus.batch.claims import Claim, claim_path, read_holder
+from bioptimus.batch.claims import Claim, claim_path, last_beat, read_holder
 from bioptimus.errors import OutputError
 
 LONG_AGO_S = 10_000.0
@@ -203,6 +203,73 @@ def test_damaged_claim_counts_by_its_age(tmp_path: Path, text: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("changes", [{"token": "../../x"}, {"heartbeat_s": 0}, {"pid": "1"}])
+def test_claim_of_values_that_nobody_writes_counts_by_its_age(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    output = tmp_path / "x.h5"
+    path = foreign_claim(output, **changes)
+    assert Claim.take(output) is None
+    assert read_holder(output) is None
+    age(path, LONG_AGO_S)
+    claim = Claim.take(output)
+    assert claim is not None
+    claim.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_beat_tells_whether_its_holder_runs_here_or_may_be_this_process_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seen(**changes: object) -> tuple[bool, bool, float]:
+        foreign_claim(tmp_path / "x.h5", **changes)
+        beat = last_beat(tmp_path / "x.h5")
+        assert beat is not None
+        return beat.runs_here, beat.may_be_before, beat.patience_s
+
+    own = claims._this_process(30.0)
+    assert last_beat(tmp_path / "x.h5") is None
+    assert seen(heartbeat_s=2.0) == (False, False, 2.0 * claims.MISSED_HEARTBEATS)
+    assert seen(job=None)[:2] == (False, False)
+    assert seen(host=own.host)[:2] == (False, True)
+    assert seen(machine=own.machine, started=own.started)[:2] == (bool(own.machine), False)
+    assert seen(pid="1") == (False, True, claims.HEARTBEAT_S * claims.MISSED_HEARTBEATS)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert seen()[:2] == (False, True)
+
+
+def test_claim_whose_next_beat_was_waited_for_in_vain_is_stale_whatever_its_age(
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "x.h5"
+    path = foreign_claim(output)
+    beat = last_beat(output)
+    age(path, 1)
+    assert Claim.take(output, dead=beat) is None  # another followed
+    claim = Claim.take(output, dead=last_beat(output))
+    assert claim is not None
+    claim.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_claim_that_is_renewed_at_the_last_moment_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "x.h5"
+    age(foreign_claim(output), LONG_AGO_S)
+    is_stale = claims._is_stale
+
+    def renewed(path: Path, seen: claims._Seen, heartbeat_s: float) -> bool:
+        stale = is_stale(path, seen, heartbeat_s)
+        os.utime(path)  # between judging and acting
+        return stale
+
+    monkeypatch.setattr(claims, "_is_stale", renewed)
+    assert Claim.take(output) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["x.h5.claim"]
+
+
 def test_claim_of_an_earlier_process_with_the_same_number_is_stale(tmp_path: Path) -> None:
     output = tmp_path / "x.h5"
     own = claims._this_process(30.0)
@@ -304,6 +371,21 @@ def test_sleeper_releases_its_claim_by_the_rule_of_taking_over(tmp_path: Path) -
     claim.release()
     assert claim.path.exists()
     assert ticket.exists()
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_sleeper_whose_claim_nobody_takes_over_leaves_nothing(
+    tmp_path: Path, renewed: bool
+) -> None:
+    claim = Claim.take(tmp_path / "x.h5", heartbeat_s=3600.0)
+    assert claim is not None
+    claim._renewed -= LONG_AGO_S
+    ticket = claim.path.with_name(f"{claim.path.name}.{claim.holder.token}")
+    if renewed:
+        claim.renew()
+        ticket.write_text("")  # no ticket is asked for by who is awake
+    claim.release()
+    assert list(tmp_path.iterdir()) == ([ticket] if renewed else [])
 
 
 def test_forked_child_neither_renews_nor_releases_its_parents_claims(tmp_path: Path) -> None:

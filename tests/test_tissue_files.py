@@ -75,6 +75,16 @@ def test_hole_is_left_out_and_overlapping_polygons_are_united(tmp_path: Path) ->
     assert (load(write(tmp_path / "a.json", collection)).mask == expected(hole=True)).all()
 
 
+def test_pixel_is_tissue_whose_middle_lies_in_any_of_the_polygons(tmp_path: Path) -> None:
+    squares = [[[x + by, y + by] for x, y in SQUARE] for by in (8, -8)]  # a quarter of a pixel
+    triangle = [[0, 0], [1600, 0], [0, 160]]  # its box, not the triangle, reaches the squares
+    for square in squares:
+        collection = [feature("Polygon", [square]), feature("Polygon", [triangle])]
+        found = load(write(tmp_path / "a.json", collection)).mask
+        assert found[5:].sum() == expected(hole=False).sum()
+        assert (found >= expected(hole=False)).all()
+
+
 def test_list_of_features_is_read_and_ignored_classes_are_not(tmp_path: Path) -> None:
     features = [
         feature("Polygon", [SQUARE[:-1]], classification={"name": "Tissue"}),
