@@ -56,6 +56,11 @@ def bioptimus(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*words), capture_output=True, text=True, check=False, timeout=110)
 
 
+def here(*words: str | Path) -> int:
+    """As `bioptimus`, where no process is looked at: one takes seconds to load a ``.pt2``."""
+    return main([*map(str, words)])
+
+
 def records(out: Path, kind: str = "slide") -> Iterator[dict[str, Any]]:
     for path in sorted((out / "runs").glob("*.json")):
         for line in path.read_text().splitlines():
@@ -67,8 +72,7 @@ def records(out: Path, kind: str = "slide") -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def undisturbed(slides: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("undisturbed")
-    done = bioptimus("embed", slides, "--model", model, "--tissue", "none", "--out", out)
-    assert done.returncode == 0, done.stderr
+    assert here("embed", slides, "--model", model, "--tissue", "none", "--out", out) == 0
     return out
 
 
@@ -143,8 +147,7 @@ def test_fifty_kills_at_random_moments_lose_nothing(
 def overlapping(slides: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Undisturbed with four times the tiles, so that a signal surely comes before the end."""
     out = tmp_path_factory.mktemp("overlapping")
-    done = bioptimus(*_overlapping_words(slides, model), "--out", out)
-    assert done.returncode == 0, done.stderr
+    assert here(*_overlapping_words(slides, model), "--out", out) == 0
     return out
 
 
@@ -175,8 +178,7 @@ def test_first_signal_keeps_what_was_computed_and_exits_with_its_code(
     states = Counter(record["state"] for record in records(tmp_path))
     assert states["stopped"] >= SLIDES - 2
     assert states["failed"] == 0
-    again = bioptimus(*words)
-    assert again.returncode == 0, again.stderr
+    assert here(*words) == 0
     assert_same_files(tmp_path, overlapping)
 
 
@@ -577,21 +579,15 @@ def test_eight_processes_make_each_of_forty_slides_once(model: Path, tmp_path: P
     first = write_pyramid(folder / "0.tif", tissue(256, 256), mpp=0.5, factors=(1,))
     for number in range(1, 40):
         (folder / f"{number}.tif").write_bytes(first.read_bytes())
-    words = command("embed", folder, "--model", model, "--tissue", "none", "--out", out)
-    processes = [
-        subprocess.Popen(
-            words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ}
-        )
-        for _ in range(8)
-    ]
     # One is killed while the others work: what it held is taken over by a rerun.
-    processes[0].kill()
-    for process in processes[1:]:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors.decode()
-    processes[0].communicate()
-    again = subprocess.run(words, capture_output=True, check=False, timeout=60)
-    assert again.returncode == 0, again.stderr.decode()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.shared_run", folder, model, out, "8"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert here("embed", folder, "--model", model, "--tissue", "none", "--out", out) == 0
     made = Counter(each["slide"] for each in records(out) if each["state"] == "ok")
     assert len(made) == 40
     assert set(made.values()) == {1}
@@ -603,8 +599,7 @@ def test_shards_divide_the_slides_and_the_report_sums_them_up(
 ) -> None:
     words = ("embed", slides, "--model", model, "--tissue", "none", "--out", tmp_path)
     for shard in ("1/2", "2/2"):
-        done = bioptimus(*words, "--shard", shard)
-        assert done.returncode == 0, done.stderr
+        assert here(*words, "--shard", shard) == 0
     per_run = [len(each["slides"]) for each in records(tmp_path, "inputs")]
     assert per_run == [SLIDES / 2] * 2
     assert_same_files(tmp_path, undisturbed)
@@ -630,19 +625,8 @@ def test_report_lists_what_no_run_accounted_for(undisturbed: Path, tmp_path: Pat
 def test_fail_fast_stops_at_the_first_failure_and_accounts_for_the_rest(
     slides: Path, model: Path, tmp_path: Path
 ) -> None:
-    done = bioptimus(
-        "embed",
-        tmp_path / "missing.tif",
-        slides,
-        "--model",
-        model,
-        "--fail-fast",
-        "--workers",
-        "1",
-        "--out",
-        tmp_path / "out",
-    )
-    assert done.returncode == 1
+    words = ("embed", tmp_path / "missing.tif", slides, "--model", model, "--fail-fast")
+    assert here(*words, "--workers", "1", "--out", tmp_path / "out") == 1
     states = Counter(each["state"] for each in records(tmp_path / "out"))
     assert states == {"failed": 1, "stopped": SLIDES}
 
@@ -727,8 +711,7 @@ def test_full_disk_is_one_clear_line_and_a_rerun_with_room_goes_on(
     assert "No space left on device" in full.stderr
     assert "Traceback" not in full.stderr
     subprocess.run(["mount", "-o", "remount,size=64m", str(tiny_disk)], check=True)
-    again = bioptimus(*words)
-    assert again.returncode == 0, again.stderr
+    assert here(*words) == 0
     assert_same_files(tiny_disk, undisturbed)
 
 
