@@ -24,6 +24,9 @@ from tests.conftest import EXAMPLE_SLIDE
 from tests.reference_models import TIMM, TRANSFORMERS
 from tests.test_vit import some_tiles
 
+# One process builds them all, which takes two minutes where others are at work.
+pytestmark = pytest.mark.timeout(400)
+
 VITS = [key for key in (*TRANSFORMERS, *TIMM) if FACTS[key].vit]
 # At the slide's own scale, so that tiles are pixels of the file.
 SHOWN = 4  # every fourth is compared
