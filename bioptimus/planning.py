@@ -265,11 +265,12 @@ def plan_slide(
             f"than {_MOST_POSITIONS:,}; pass larger tiles or a smaller --overlap-px"
         )
     drawn = _drawn_mask(slide, options)
-    mask = drawn
-    if mask is None or options.search_in_mask:
+    if drawn is None:
         mask = _found_mask(slide, options, segmenter)
-    if drawn is not None and options.search_in_mask:
-        mask = _inside(mask, drawn)
+    elif options.search_in_mask:
+        mask = _inside(_found_mask(slide, options, segmenter), drawn)
+    else:
+        mask = _scanned_part(drawn, slide.coarse_image(TISSUE_MPP))
     ratios = tissue_ratios(mask, grid)
     kept = np.flatnonzero(ratios >= options.min_tissue).astype(np.int64)
     warnings = _why_empty(mask, ratios, options, grid) if len(kept) == 0 else ()
@@ -297,15 +298,33 @@ def _drawn_mask(slide: PlannableSlide, options: PlanOptions) -> TissueMask | Non
 
 
 def _inside(found: TissueMask, drawn: TissueMask) -> TissueMask:
-    """What was found where the mask of a file is true, by the middle of each pixel found."""
-    height, width = found.mask.shape
-    rows = (np.arange(height) + 0.5) * found.downsample[1] / drawn.downsample[1]
-    columns = (np.arange(width) + 0.5) * found.downsample[0] / drawn.downsample[0]
-    rows = np.clip(rows, 0, drawn.mask.shape[0] - 1).astype(np.int64)
-    columns = np.clip(columns, 0, drawn.mask.shape[1] - 1).astype(np.int64)
-    mask = found.mask & drawn.mask[np.ix_(rows, columns)]
+    """What was found where the mask of a file is true."""
+    mask = found.mask & _seen_by(found, drawn.mask, drawn.downsample)
     step = TissueStep(name=drawn.steps[-1].name, share=float(mask.mean()))
     return replace(found, mask=mask, method="file and auto", steps=(*found.steps, step))
+
+
+def _scanned_part(drawn: TissueMask, coarse: CoarseImage) -> TissueMask:
+    """The mask of a file where the slide has pixels, or damaged ones: others would be made up."""
+    there = coarse.opaque >= SCANNED_OPACITY
+    if coarse.damaged is not None:
+        there = there | coarse.damaged
+    mask = drawn.mask & _seen_by(drawn, there, coarse.downsample)
+    step = TissueStep(name="outside the scan", share=float(mask.mean()))
+    return replace(drawn, mask=mask, steps=(*drawn.steps, step))
+
+
+def _seen_by(
+    mask: TissueMask, other: npt.NDArray[np.bool_], downsample: tuple[float, float]
+) -> npt.NDArray[np.bool_]:
+    """The values of another picture of the slide at the middle of each of the mask's pixels."""
+    rows, columns = (
+        np.clip((np.arange(count) + 0.5) * own / others, 0, last - 1).astype(np.int64)
+        for count, own, others, last in zip(
+            mask.mask.shape, mask.downsample[::-1], downsample[::-1], other.shape, strict=True
+        )
+    )
+    return np.asarray(other[np.ix_(rows, columns)], dtype=np.bool_)
 
 
 def _found_mask(

@@ -194,14 +194,34 @@ def test_segmenter_that_returns_another_shape_is_refused() -> None:
         plan_slide(slide_with_tissue(), SPEC, segmenter=lambda _: np.zeros((2, 2), dtype=bool))
 
 
-def test_mask_file_leaves_the_slides_pixels_unread(tmp_path: Path) -> None:
+def test_mask_file_takes_the_place_of_the_search(tmp_path: Path) -> None:
     mask = np.zeros((140, 280), dtype=np.uint8)
-    mask[:14, 14:42] = 255
+    mask[:14, 14 * 3 : 14 * 6] = 255  # two of them on glass
     Image.fromarray(mask).save(tmp_path / "mask.png")
+    plan = plan_slide(slide_with_tissue(), SPEC, PlanOptions(tissue=str(tmp_path / "mask.png")))
+    assert plan.kept.tolist() == [3, 4, 5]
+    np.testing.assert_array_equal(plan.mask.mask, mask > 0)
+
+
+@pytest.mark.parametrize("finer", [1, 3])
+def test_what_a_mask_file_has_outside_the_scan_is_not_tissue(tmp_path: Path, finer: int) -> None:
     slide = slide_with_tissue()
-    plan = plan_slide(slide, SPEC, PlanOptions(tissue=str(tmp_path / "mask.png")))
-    assert plan.kept.tolist() == [1, 2]
-    assert slide.asked_mpp == []
+    slide.opaque = np.zeros((140, 280), dtype=np.uint8)
+    slide.opaque[14:42, 14 * 2 : 14 * 4] = 255
+    path = tmp_path / "mask.png"
+    Image.fromarray(np.full((140 * finer, 280 * finer), 255, dtype=np.uint8)).save(path)
+    options = PlanOptions(tissue=str(path))
+    plan = plan_slide(slide, SPEC, options)
+    assert plan.kept.tolist() == [20 + 2, 20 + 3, 40 + 2, 40 + 3]
+    assert plan.mask.mask.shape == (140 * finer, 280 * finer)
+    assert (plan.tissue_ratios == 1).all()
+    # What cannot be read is told tile by tile.
+    slide.damaged = np.zeros((140, 280), dtype=np.bool_)
+    slide.damaged[:14, :14] = True
+    assert plan_slide(slide, SPEC, options).kept.tolist()[0] == 0
+    slide.opaque[:], slide.damaged = 0, None
+    (empty,) = plan_slide(slide, SPEC, options).warnings
+    assert empty == "no tissue: nothing was left after the step 'outside the scan'"
 
 
 @pytest.mark.parametrize(
