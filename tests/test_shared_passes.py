@@ -81,13 +81,17 @@ def test_batches_that_queue_share_the_next_pass_and_each_gets_its_own_answers(
     assert bench.runner.batches == [1, 6]
     counted = bench.passes.tally.statistics()
     assert (counted.batches, counted.tiles, counted.capacity) == (2, 7, 16)
+    assert counted.fill == 7 / 16
 
 
-def test_a_pass_holds_no_more_than_the_maximum(bench: Bench) -> None:
-    sent = [bench.send(*range(5)), bench.send(*range(5)), bench.send(*range(3))]
+@pytest.mark.parametrize(("sizes", "passes"), [((5, 5, 3), [5, 8]), ((5, 3, 3), [3, 8])])
+def test_a_pass_holds_no_more_than_the_maximum(
+    bench: Bench, sizes: Sequence[int], passes: list[int]
+) -> None:
+    sent = [bench.send(*range(size)) for size in sizes]
     bench.open_gate()
-    assert [len(future.result(DEADLINE_S)) for future in sent] == [5, 5, 3]
-    assert sorted(bench.runner.batches[1:]) == [5, 8]
+    assert [len(future.result(DEADLINE_S)) for future in sent] == list(sizes)
+    assert sorted(bench.runner.batches[1:]) == passes
 
 
 def test_a_smaller_maximum_holds_from_the_next_pass_on(bench: Bench) -> None:
