@@ -93,14 +93,14 @@ def make_result(
     return _write(path, plan, embeddings, predictions, reasons)
 
 
-def damage(path: Path, dataset: str, row: int = -1) -> Path:
+def damage(path: Path, dataset: str, row: int = -1, *, by: int = 1) -> Path:
     """Change one value in place, as a disk or a script does, and nothing that tells of it."""
     with h5py.File(path, "r+") as file:
         values = file[dataset][row]
         if dataset == "failed_tiles":
             values["x"] += 1
         else:
-            values = b"x" if isinstance(values, bytes) else values + 1
+            values = b"x" if isinstance(values, bytes) else values + by
         file[dataset][row] = values
     return path
 

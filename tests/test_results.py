@@ -15,7 +15,13 @@ from PIL import Image
 
 import bioptimus
 from bioptimus.errors import OutputError
-from bioptimus.inference.results import FailedTile, Result, RowsName, open_result
+from bioptimus.inference.results import (
+    FailedTile,
+    Result,
+    RowsName,
+    open_result,
+    position_problem,
+)
 from bioptimus.models.types import InferenceMode
 from bioptimus.report_html import write_html
 from tests.result_files import DIM, GENES, MPP, NAMES, TILE, damage, make_result
@@ -49,6 +55,32 @@ def test_a_result_gives_back_what_was_written(tmp_path: Path) -> None:
     assert result.tissue_mask is not None
     assert result.tissue_mask.pixels.max() == 1
     assert result.tissue_mask.downsample == (64.0, 64.0)
+
+
+def test_one_prediction_is_read_alone_and_rows_are_checked_block_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_result(tmp_path / "a.h5")
+    monkeypatch.setattr("bioptimus.inference.results._BLOCK_BYTES", 1)  # a row at a time
+    for number, name in enumerate(NAMES, start=1):
+        np.testing.assert_array_equal(open_result(path).prediction(name), np.array(KEPT) * number)
+    for row in (5, 6):
+        damage(path, "features", row=row)
+        with pytest.raises(OutputError, match=f"in row {row} than"):
+            open_result(path).check(rows=True)
+        damage(path, "features", row=row, by=-1)
+
+
+@pytest.mark.parametrize(
+    ("corner", "outside"),
+    [((0, 0), 0), ((9, 4), 0), ((10, 0), 1), ((0, 5), 1), ((-1, 0), 1), ((0, -1), 1)],
+)
+def test_corner_of_a_tile_lies_on_a_pixel_of_the_slide(
+    corner: tuple[int, int], outside: int
+) -> None:
+    coords = np.array([(3, 3), corner], np.int64)
+    told = "has 1 tile whose corner is outside the slide" if outside else ""
+    assert position_problem(coords, (10, 5)) == told
 
 
 def test_a_file_that_this_process_holds_open_with_locks_is_read_all_the_same(
