@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from bioptimus.batch import run as batch_run
+from bioptimus.batch.claims import Claim, claim_path
 from bioptimus.batch.quiet import SilentListener
 from bioptimus.batch.report import read_runs
 from bioptimus.batch.run import RunConfig, run
@@ -763,6 +764,26 @@ def test_claim_that_cannot_be_written_names_what_is_in_the_way(
         f"{results}/slide 0.h5.claim: is a folder, and a file is to be written there; move it away",
         f"{results}/below: is a file, not a folder; move it away, or choose another --out",
     }
+
+
+def test_claim_of_a_killed_run_beside_a_finished_result_is_removed_and_a_living_one_kept(
+    slides: Path, undisturbed: Path, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(undisturbed, tmp_path / "out")
+    outputs = [tmp_path / "out" / "tiny" / f"slide {number}.h5" for number in range(2)]
+    code = (
+        "import os, pathlib, sys; from bioptimus.batch.claims import Claim\n"
+        "Claim.take(pathlib.Path(sys.argv[1])); os._exit(9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, outputs[0]], check=False)
+    assert killed.returncode == 9
+    words = ("embed", slides, "--model", model, "--tissue", "none", "--out", tmp_path / "out")
+    living = Claim.take(outputs[1])
+    assert living is not None
+    with living:
+        assert sorted(leftovers(tmp_path / "out")) == [claim_path(each) for each in outputs]
+        assert here(*words) == 0
+        assert leftovers(tmp_path / "out") == [living.path]
 
 
 def test_folder_beside_a_finished_result_is_left_alone(

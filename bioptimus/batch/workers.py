@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from bioptimus.batch.claims import Beat, Claim, last_beat
+from bioptimus.batch.claims import Beat, Claim, claim_path, last_beat
 from bioptimus.batch.config import RunConfig
 from bioptimus.batch.inputs import SlideInput
 from bioptimus.batch.report import RunFile
@@ -282,7 +282,10 @@ class Workers:
         report = self._settled(slide, job)
         if report is not None and report.state == "failed":
             return self._one(index, self._settled)  # told by one process only
-        return report if may_be_done else None
+        if report is None or not may_be_done:
+            return None
+        _remove_left_claim(job)
+        return report
 
     def _tell_started(self, index: int) -> None:
         if index not in self._begun:
@@ -453,6 +456,16 @@ _Do = Callable[[SlideInput, SlideJob], SlideReport | None]
 def _lost_device(report: SlideReport) -> bool:
     """Whether the slide failed for no fault of its own, and so would every one after it here."""
     return isinstance(report.error, LostDeviceError)
+
+
+def _remove_left_claim(job: SlideJob) -> None:
+    """Remove the claim of a run that was killed between a result and the end of its claim."""
+    if not os.path.exists(claim_path(job.output)):
+        return
+    # Where it cannot be removed, the result is there all the same.
+    with contextlib.suppress(OutputError):
+        if (claim := Claim.take(job.output)) is not None:
+            claim.release()
 
 
 def lacks_result(job: SlideJob) -> bool:
