@@ -1,8 +1,9 @@
 """One slide from file to file: plan, read, ask the client, write.
 
 No threads of its own: `process_slide` runs an event loop on the calling thread, reads on the
-executor it is given, and hands tiles to the client's async API. What must not be lost is
-written as it arrives; whatever ends the slide early leaves a part file that a rerun resumes.
+executor it is given, and hands tiles to the client's async API. Answers are
+written a moment after they come, and whatever ends the slide early leaves a part file that a
+rerun resumes.
 """
 
 import asyncio
@@ -50,6 +51,9 @@ log = logging.getLogger(__name__)
 
 # Rows are made safe against power loss this often; a kill loses nothing that was written.
 _FLUSH_SECONDS = 5.0
+# Answers wait so long for those of neighbouring tiles, to be written with them in fewer calls. It
+# is what a kill may lose of a model that is faster than that.
+_WRITE_SECONDS = 0.1
 # Tiles that are with the model per slide, in batches: two in passes, one waiting.
 _BATCHES_UNDER_WAY = 3
 THUMBNAIL_PX = 1024
@@ -340,9 +344,10 @@ class _SlideWork:
     """The reading, asking and writing of one slide, on one event loop.
 
     Some lanes run side by side. Each takes a block of tiles, has it read on a reader thread,
-    asks the client for every tile of it and writes the answers, then takes the next: so the
+    asks the client for every tile of it and keeps the answers, then takes the next: so the
     tiles under way are bounded by the lanes, and the model gets its next batch while blocks
-    are being read. Only the loop's thread touches the writer.
+    are being read. Another task writes the answers, several blocks' at a time. Only the loop's
+    thread touches the writer.
     """
 
     job: SlideJob
@@ -360,6 +365,8 @@ class _SlideWork:
     _lanes: int = 1
     _unread: int = 0
     _flushed_at: float = field(default_factory=time.monotonic)
+    _unwritten: dict[int, ModelResponse] = field(default_factory=dict)
+    _answered: asyncio.Event = field(default_factory=asyncio.Event)
     _reading: set[Future[list[npt.NDArray[np.uint8] | SlideReadError]]] = field(default_factory=set)
 
     async def run(self, pending: npt.NDArray[np.int64]) -> None:
@@ -382,8 +389,9 @@ class _SlideWork:
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(self._lanes):
-                    group.create_task(lane())
+                writing = group.create_task(self._write_on())
+                await asyncio.wait([group.create_task(lane()) for _ in range(self._lanes)])
+                writing.cancel()
         except BaseExceptionGroup as failures:
             # The first failure ended the others; it is the one to tell. Raised below, since
             # `from None` here would take its own cause away.
@@ -396,6 +404,7 @@ class _SlideWork:
             self.report.batch_size = self.client.max_batch_size
             self.report.fill_share = statistics.fill
             self.report.seconds.forward = statistics.forward_seconds
+            self._write()
             with self.report.seconds.measure("write"):
                 self.writer.flush()
         if failure is not None:
@@ -433,12 +442,9 @@ class _SlideWork:
         asked = time.perf_counter()
         responses = await self._ask(requests)
         self.report.seconds.wait += (time.perf_counter() - asked) / self._lanes
-        self._write(responses)
+        self._unwritten.update(responses)
+        self._answered.set()
         self.listener.tiles_done(self.job, len(rows))
-        if time.monotonic() - self._flushed_at > _FLUSH_SECONDS:
-            with self.report.seconds.measure("write"):
-                self.writer.flush()
-            self._flushed_at = time.monotonic()
 
     def _read(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.uint8] | SlideReadError]:
         """On a reader thread."""
@@ -500,7 +506,20 @@ class _SlideWork:
             self.job, f"out of memory on the device; going on with batches of {failed_size // 2}"
         )
 
-    def _write(self, responses: dict[int, ModelResponse]) -> None:
+    async def _write_on(self) -> None:
+        while True:
+            await self._answered.wait()
+            await asyncio.sleep(_WRITE_SECONDS)
+            self._answered.clear()
+            self._write()
+            if time.monotonic() - self._flushed_at > _FLUSH_SECONDS:
+                with self.report.seconds.measure("write"):
+                    self.writer.flush()
+                self._flushed_at = time.monotonic()
+
+    def _write(self) -> None:
+        """Write the answers that have come since the last time."""
+        responses, self._unwritten = self._unwritten, {}
         mode = self.options.mode
         rows: list[int] = []
         embeddings: list[npt.NDArray[np.float32]] = []

@@ -306,6 +306,7 @@ def test_folder_that_moves_away_ends_the_slide_at_the_next_flush_and_nothing_is_
     slide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_FLUSH_SECONDS", 0)
+    monkeypatch.setattr(pipeline, "_WRITE_SECONDS", 0)
     out, aside = tmp_path / "out", tmp_path / "aside"
 
     def move(call: int, tiles: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
