@@ -17,7 +17,7 @@ from bioptimus.errors import SlideReadError
 from bioptimus.io.blocks import band_rows, blocks_of, most_band_rows
 from bioptimus.io.cache import TileCache
 from bioptimus.io.wsi import OpenOptions, Slide
-from bioptimus.tiles import TileSpec, plan_tiles
+from bioptimus.tiles import Tile, TileSpec, plan_tiles
 from tests import slides
 
 
@@ -164,6 +164,26 @@ def _pixels(results: list[slides.Pixels | SlideReadError]) -> list[slides.Pixels
 
 
 READERS: tuple[Literal["auto", "openslide"], ...] = ("auto", "openslide")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_tile_between_level_pixels_is_not_that_of_the_next_whole_ones(
+    tmp_path: Path, reader: Literal["auto", "openslide"]
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (1024, 1024, 3), np.uint8)
+    path = slides.write_pyramid(tmp_path / "noise.tif", noise, factors=(1, 4))
+    with Slide.open(path, OpenOptions(reader=reader)) as slide:
+        at_level = slide.tile_reader(TileSpec(size_px=64, mpp=1.0))  # as level 1 is stored
+        pixels = at_level.read(Tile(0, 64, 128, 256, 256)).astype(float)
+        places = [(64, 128), (66, 128), (64, 130), (68, 128)]
+        found = at_level.read_block([Tile(i, *xy, 256, 256) for i, xy in enumerate(places)])
+    assert at_level.level == 1
+    whole, right, below, next_one = (tile.astype(float) for tile in _pixels(found))
+    np.testing.assert_array_equal(whole, pixels)
+    np.testing.assert_array_equal(next_one[:, :-1], pixels[:, 1:])
+    # Half a pixel on, each is the mean of two.
+    assert np.abs(right[:, :-1] - (pixels[:, :-1] + pixels[:, 1:]) / 2).max() <= 1
+    assert np.abs(below[:-1] - (pixels[:-1] + pixels[1:]) / 2).max() <= 1
 
 
 @pytest.mark.parametrize("reader", READERS)
