@@ -1,9 +1,8 @@
 """One slide from file to file: plan, read, ask the client, write.
 
 No threads of its own: `process_slide` runs an event loop on the calling thread, reads on the
-executor it is given, and hands tiles to the client's async API. Answers are
-written a moment after they come, and whatever ends the slide early leaves a part file that a
-rerun resumes.
+executor it is given, and hands tiles to the client's async API. Answers are written a moment after
+they come, and whatever ends the slide early leaves a part file that a rerun resumes.
 """
 
 import asyncio
@@ -51,8 +50,8 @@ log = logging.getLogger(__name__)
 
 # Rows are made safe against power loss this often; a kill loses nothing that was written.
 _FLUSH_SECONDS = 5.0
-# Answers wait so long for those of neighbouring tiles, to be written with them in fewer calls. It
-# is what a kill may lose of a model that is faster than that.
+# Answers wait so long for those of neighbouring tiles, to be written with them in fewer calls. A
+# kill may lose as much.
 _WRITE_SECONDS = 0.1
 # Tiles that are with the model per slide, in batches: two in passes, one waiting.
 _BATCHES_UNDER_WAY = 3
