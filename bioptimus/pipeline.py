@@ -363,7 +363,6 @@ class _SlideWork:
     bulk_rna: npt.NDArray[np.float32] | None = None
     _lanes: int = 1
     _unread: int = 0
-    _flushed_at: float = field(default_factory=time.monotonic)
     _unwritten: dict[int, ModelResponse] = field(default_factory=dict)
     _answered: asyncio.Event = field(default_factory=asyncio.Event)
     _reading: set[Future[list[npt.NDArray[np.uint8] | SlideReadError]]] = field(default_factory=set)
@@ -506,15 +505,16 @@ class _SlideWork:
         )
 
     async def _write_on(self) -> None:
+        flushed_at = time.monotonic()
         while True:
             await self._answered.wait()
             await asyncio.sleep(_WRITE_SECONDS)
             self._answered.clear()
             self._write()
-            if time.monotonic() - self._flushed_at > _FLUSH_SECONDS:
+            if time.monotonic() - flushed_at > _FLUSH_SECONDS:
                 with self.report.seconds.measure("write"):
                     self.writer.flush()
-                self._flushed_at = time.monotonic()
+                flushed_at = time.monotonic()
 
     def _write(self) -> None:
         """Write the answers that have come since the last time."""

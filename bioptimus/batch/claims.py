@@ -32,7 +32,7 @@ from typing import Self
 
 from bioptimus.batch.batch_system import job_id
 from bioptimus.errors import OutputError
-from bioptimus.inference.disk import boot_id, refuse_folder
+from bioptimus.inference.disk import ANOTHER_OUT, boot_id, refuse_folder
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +122,7 @@ class Claim:
         except OSError as exc:
             where = f": {exc.filename}" if exc.filename else ""
             raise OutputError(
-                f"{path}: cannot claim this slide: {exc.strerror}{where}; mend that, or choose "
-                "another --out"
+                f"{path}: cannot claim this slide: {exc.strerror}{where}; {ANOTHER_OUT}"
             ) from exc
         claim = cls(path, holder)
         try:

@@ -24,7 +24,7 @@ import orjson
 
 from bioptimus.batch.batch_system import job_id
 from bioptimus.errors import OutputError, UsageError
-from bioptimus.inference.disk import is_gone, remove
+from bioptimus.inference.disk import ANOTHER_OUT, is_gone, output_errors, remove
 from bioptimus.jobs import SlideJob, SlideReport
 from bioptimus.json_lines import json_line
 
@@ -269,15 +269,10 @@ class RunFile:
         with self._lock:
             # What a full disk cut short must not take the next line with it.
             left = memoryview(b"\n" + line if self._torn else line)
-            try:
+            with output_errors(self.path, "cannot be written", advice=ANOTHER_OUT):
                 while left:
                     left = left[os.write(self._file, left) :]
                     self._torn = bool(left)
-            except OSError as exc:
-                raise OutputError(
-                    f"{self.path}: cannot be written: {exc.strerror}; mend that, or choose "
-                    "another --out"
-                ) from exc
 
     def close(self) -> None:
         """Close the file; safe to call twice."""

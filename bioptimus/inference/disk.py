@@ -22,6 +22,8 @@ from bioptimus.inference.layout import PART_SUFFIX
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+ANOTHER_OUT = "mend that, or choose another --out"
+"""The next step where a file cannot be written below the folder of ``--out``."""
 ELSEWHERE = "mend that, or choose another place"
 """The next step where a file cannot be written, in words that fit any option."""
 TRANSIENT_ERRORS = frozenset({errno.ESTALE, errno.EIO})

@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from torch.torch_version import TorchVersion
 
 from bioptimus.errors import CheckpointError, _ForwardError, release_frames
-from bioptimus.inference.disk import remove_abandoned, temporary_beside
+from bioptimus.inference.disk import ANOTHER_OUT, remove_abandoned, temporary_beside
 from bioptimus.models.types import ModelSpec
 from bioptimus.runtime.archive import DESCRIPTION, TensorSpec
 from bioptimus.runtime.fitting import expected_inputs, expected_outputs, pool_tokens
@@ -52,7 +52,6 @@ _LOWEST_COSINE_ALONE = {True: 1 - 5e-7, False: LOWEST_COSINE["fp32"]}
 # Of the memory that is free, for float64 weights of the reference; the rest is for what a pass
 # makes and for those who use the machine too.
 _SHARE_FOR_WEIGHTS = 0.8
-_ELSEWHERE = "mend that, or choose another --out"
 
 
 def trace(module: nn.Module, spec: ModelSpec, *, device: str = "cpu") -> ExportedProgram:
@@ -107,7 +106,7 @@ def _as_any_build() -> Iterator[None]:
 
 
 def save(
-    program: ExportedProgram, spec: ModelSpec, path: Path, *, advice: str = _ELSEWHERE
+    program: ExportedProgram, spec: ModelSpec, path: Path, *, advice: str = ANOTHER_OUT
 ) -> None:
     """Write a program with its description, whole or not at all.
 
@@ -130,7 +129,7 @@ def _write(program: ExportedProgram, spec: ModelSpec, path: Path) -> None:
 
 
 @contextmanager
-def _made_aside(path: Path, *, advice: str = _ELSEWHERE) -> Iterator[Path]:
+def _made_aside(path: Path, *, advice: str = ANOTHER_OUT) -> Iterator[Path]:
     """A name to write a file under; it gets its own once the block has gone well.
 
     Raises:
